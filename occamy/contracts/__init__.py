@@ -1,0 +1,1 @@
+"""What the rooms exchange: records, canonical JSON, digests and sealed manifests. Pure data, no I/O but manifests."""

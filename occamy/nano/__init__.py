@@ -1,0 +1,1 @@
+"""The small base model of the laptop profile: tokenizer, generic pretraining streams, pretraining, shipped weights."""

@@ -1,0 +1,207 @@
+"""`occamy nano pretrain`: trains the base on the generic streams, seeded and resumable, and writes a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from occamy.contracts import lineage
+from occamy.contracts.record import digest
+from occamy.nano.model import Shape, Weights, forward, init_weights, rope_tables, save_model
+from occamy.nano.muon import Muon
+from occamy.nano.streams import STREAMS, Document, documents
+from occamy.nano.tokenizer import save_tokenizer
+
+Progress = Callable[[dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Size and schedule of the pretraining run (our choice, found on two cores)."""
+
+    tokens: int = 40_000_000
+    """Padded tokens to train on."""
+    batch_tokens: int = 8192
+    """Padded tokens per optimiser step."""
+    pool_documents: int = 1600
+    """Documents drawn at once and sorted by length into batches."""
+    lr: float = 3e-3
+    warmup_steps: int = 60
+    decay_from: float = 0.6
+    """Share of the run after which the learning rate falls linearly to `final_factor`."""
+    final_factor: float = 0.02
+    balance: float = 0.01
+    """Coefficient of the router's load-balancing loss."""
+    matmul_dtype: str = "bfloat16"
+    """Precision of the matrix products; weights, norms, attention and optimiser stay fp32."""
+    seed: int = 1
+    save_every: int = 200
+    """Steps between resumable snapshots."""
+    validation_documents: int = 60
+    """Fixed documents per stream whose next-token accuracy is logged."""
+
+
+def pretrain(
+    out: Path, config: PretrainConfig, *, shape: Shape | None = None, on_progress: Progress | None = None
+) -> Path:
+    """Train from scratch, or go on from the snapshot in `out`; returns the checkpoint folder ``out/base``.
+
+    Same config and thread count give the same weights. Raises ValueError when `out` holds a snapshot of another
+    config.
+    """
+    shape = shape or Shape()
+    out.mkdir(parents=True, exist_ok=True)
+    weights = {k: v.requires_grad_() for k, v in init_weights(shape, config.seed).items()}
+    optimiser = Muon(weights, lr=config.lr)
+    tables = rope_tables(shape, shape.positions)
+    step = done = 0
+    snapshot = out / "snapshot.pt"
+    if snapshot.exists():
+        step, done = _restore(snapshot, config, weights, optimiser)
+    batches = _batches(config)
+    for _ in range(step):
+        next(batches)
+    validation = _validation_sets(config)
+    started, fresh, losses = time.monotonic(), 0, list[float]()
+    while done < config.tokens:
+        tokens, mask = next(batches)
+        loss = _loss(weights, shape, tokens, mask, tables, config)
+        loss.backward()
+        optimiser.step(_factor(step, done / config.tokens, config))
+        step, done, fresh = step + 1, done + tokens.numel(), fresh + tokens.numel()
+        losses.append(loss.item())
+        if step % config.save_every == 0 or done >= config.tokens:
+            figures = {"step": step, "tokens": done, "loss": sum(losses) / len(losses)}
+            figures["tokens_per_second"] = fresh / (time.monotonic() - started)
+            figures |= {f"accuracy.{k}": _accuracy(weights, shape, v, tables) for k, v in validation.items()}
+            losses.clear()
+            with (out / "metrics.jsonl").open("a") as f:
+                f.write(json.dumps(figures) + "\n")
+            if on_progress:
+                on_progress(figures)
+            _snapshot(snapshot, config, weights, optimiser, step, done)
+    return _export(out / "base", weights, shape, config, done)
+
+
+def _factor(step: int, share: float, config: PretrainConfig) -> float:
+    warm = min(1.0, (step + 1) / config.warmup_steps)
+    if share < config.decay_from:
+        return warm
+    return warm * max(config.final_factor, (1 - share) / (1 - config.decay_from))
+
+
+def _batches(config: PretrainConfig) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (tokens [B, T], mask [B, T]) batches; documents of like length share a batch."""
+    r = Random(config.seed)
+    stream = documents(r)
+    while True:
+        pool = sorted((next(stream) for _ in range(config.pool_documents)), key=lambda d: len(d[0]))
+        groups: list[list[Document]] = [[]]
+        for document in pool:
+            if groups[-1] and (len(groups[-1]) + 1) * len(document[0]) > config.batch_tokens:
+                groups.append([])
+            groups[-1].append(document)
+        r.shuffle(groups)
+        for group in groups:
+            yield _pad(group)
+
+
+def _pad(group: list[Document]) -> tuple[Tensor, Tensor]:
+    width = max(len(ids) for ids, _ in group)
+    tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in group])
+    mask = torch.tensor([m + [0] * (width - len(m)) for _, m in group], dtype=torch.bool)
+    return tokens, mask
+
+
+def _logits(
+    w: Weights,
+    shape: Shape,
+    tokens: Tensor,
+    mask: Tensor,
+    tables: tuple[Tensor, Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, balance = forward(w, shape, tokens[:, :-1], tables, dtype)
+    keep = mask[:, 1:]
+    return F.linear(hidden[keep], w["model.embed_tokens.weight"]), tokens[:, 1:][keep], balance
+
+
+def _loss(
+    w: Weights, shape: Shape, tokens: Tensor, mask: Tensor, tables: tuple[Tensor, Tensor], config: PretrainConfig
+) -> Tensor:
+    dtype: torch.dtype = getattr(torch, config.matmul_dtype)
+    logits, targets, aux = _logits(w, shape, tokens, mask, tables, dtype)
+    return F.cross_entropy(logits, targets) + config.balance * aux
+
+
+def _validation_sets(config: PretrainConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    r = Random(f"validation-{config.seed}")
+    sets = {}
+    for name, (maker, _) in STREAMS.items():
+        sets[name] = _pad([next(maker(r)) for _ in range(config.validation_documents)])
+    return sets
+
+
+@torch.no_grad()
+def _accuracy(w: Weights, shape: Shape, batch: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor]) -> float:
+    logits, targets, _ = _logits(w, shape, *batch, tables)
+    return float((logits.argmax(-1) == targets).float().mean())
+
+
+def _snapshot(path: Path, config: PretrainConfig, weights: Weights, optimiser: Muon, step: int, done: int) -> None:
+    state = {
+        "config": asdict(config),
+        "weights": {k: v.detach() for k, v in weights.items()},
+        "optimiser": optimiser.state_dict(),
+        "step": step,
+        "done": done,
+    }
+    temporary = path.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def _restore(path: Path, config: PretrainConfig, weights: Weights, optimiser: Muon) -> tuple[int, int]:
+    state = torch.load(path, weights_only=True)
+    if state["config"] != asdict(config):
+        raise ValueError(
+            f"{path}: made with {state['config']}, asked for {asdict(config)}; use another --out or delete it"
+        )
+    with torch.no_grad():
+        for name, tensor in state["weights"].items():
+            weights[name].copy_(tensor)
+    optimiser.load_state_dict(state["optimiser"])
+    return int(state["step"]), int(state["done"])
+
+
+def _export(folder: Path, weights: Weights, shape: Shape, config: PretrainConfig, done: int) -> Path:
+    """Write the checkpoint in bf16 (it is small enough to ship) with tokenizer and lineage card."""
+    save_model(folder, weights, shape, torch.bfloat16)
+    save_tokenizer(folder)
+    weights_digest = lineage.weights_digest(folder)
+    card = lineage.LineageCard(
+        name="base",
+        stage="pretrain",
+        root=weights_digest,
+        recipe_digest=digest(asdict(config)),
+        seed=config.seed,
+        tokenizer_digest=lineage.tokenizer_digest(folder),
+        weights_digest=weights_digest,
+        facts={
+            "tokens": done,
+            "parameters": sum(p.numel() for p in weights.values()),
+            "streams": {name: share for name, (_, share) in STREAMS.items()},
+            "config": asdict(config),
+        },
+    )
+    lineage.write_card(folder, card)
+    return folder
