@@ -74,14 +74,18 @@ class Shape:
 
 
 def init_weights(shape: Shape, seed: int) -> Weights:
-    """Draw fresh fp32 weights: normal(0, 0.04) matrices, norms at one (0.04 is our choice, as the prototypes' base)."""
+    """Draw fresh fp32 weights: normal(0, 0.04) matrices, norms at one (our choice).
+
+    All embeddings share one random offset: it shifts every logit alike, and gives attention a constant direction in
+    which to learn relative positions before it knows any token.
+    """
     g = torch.Generator().manual_seed(seed)
     h, d = shape.hidden, shape.head_dim
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g) * 0.04
 
-    weights = {"model.embed_tokens.weight": normal(len(TOKENS), h), "model.norm.weight": torch.ones(h)}
+    weights = {"model.embed_tokens.weight": normal(len(TOKENS), h) + normal(h), "model.norm.weight": torch.ones(h)}
     for i in range(shape.layers):
         p = f"model.layers.{i}."
         weights |= {

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from occamy.contracts import lineage
 from occamy.contracts.record import digest
+from occamy.nano.documents import Document
 from occamy.nano.model import Shape, Weights, forward, init_weights, rope_tables, save_model
 from occamy.nano.muon import Muon
-from occamy.nano.streams import STREAMS, Document, documents
+from occamy.nano.streams import STREAMS, documents
 from occamy.nano.tokenizer import save_tokenizer
 
 Progress = Callable[[dict[str, float]], None]
@@ -30,12 +31,14 @@ class PretrainConfig:
 
     tokens: int = 40_000_000
     """Padded tokens to train on."""
-    batch_tokens: int = 8192
+    batch_tokens: int = 4096
     """Padded tokens per optimiser step."""
+    width_step: int = 32
+    """Batches are padded to a multiple of this many tokens, so that few matrix sizes occur and kernels are reused."""
     pool_documents: int = 1600
     """Documents drawn at once and sorted by length into batches."""
-    lr: float = 3e-3
-    warmup_steps: int = 60
+    lr: float = 6e-3
+    warmup_steps: int = 100
     decay_from: float = 0.6
     """Share of the run after which the learning rate falls linearly to `final_factor`."""
     final_factor: float = 0.02
@@ -100,25 +103,27 @@ def _factor(step: int, share: float, config: PretrainConfig) -> float:
 
 
 def _batches(config: PretrainConfig) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens [B, T], mask [B, T]) batches; documents of like length share a batch."""
+    """Endless (tokens [B, T], mask [B, T]) batches; documents of like length share a batch, B*T is about constant."""
     r = Random(config.seed)
     stream = documents(r)
     while True:
-        pool = sorted((next(stream) for _ in range(config.pool_documents)), key=lambda d: len(d[0]))
-        groups: list[list[Document]] = [[]]
-        for document in pool:
-            if groups[-1] and (len(groups[-1]) + 1) * len(document[0]) > config.batch_tokens:
-                groups.append([])
-            groups[-1].append(document)
+        pool = sorted((next(stream) for _ in range(config.pool_documents)), key=lambda d: len(d[0]), reverse=True)
+        groups: list[tuple[int, list[Document]]] = []
+        while pool:
+            width = -(-len(pool[0][0]) // config.width_step) * config.width_step
+            rows = max(1, config.batch_tokens // width)
+            groups.append((width, pool[:rows]))
+            pool = pool[rows:]
         r.shuffle(groups)
-        for group in groups:
-            yield _pad(group)
+        for width, group in groups:
+            yield _pad(group, width, max(1, config.batch_tokens // width))
 
 
-def _pad(group: list[Document]) -> tuple[Tensor, Tensor]:
-    width = max(len(ids) for ids, _ in group)
-    tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in group])
-    mask = torch.tensor([m + [0] * (width - len(m)) for _, m in group], dtype=torch.bool)
+def _pad(group: list[Document], width: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Right-pad documents to [rows, width]; rows beyond the group are empty."""
+    filled = group + [([], [])] * (rows - len(group))
+    tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in filled])
+    mask = torch.tensor([m + [0] * (width - len(m)) for _, m in filled], dtype=torch.bool)
     return tokens, mask
 
 
@@ -147,7 +152,8 @@ def _validation_sets(config: PretrainConfig) -> dict[str, tuple[Tensor, Tensor]]
     r = Random(f"validation-{config.seed}")
     sets = {}
     for name, (maker, _) in STREAMS.items():
-        sets[name] = _pad([next(maker(r)) for _ in range(config.validation_documents)])
+        drawn = [next(maker(r)) for _ in range(config.validation_documents)]
+        sets[name] = _pad(drawn, max(len(ids) for ids, _ in drawn), len(drawn))
     return sets
 
 

@@ -6,31 +6,18 @@ A document is (token ids, mask); only masked positions are targets.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
 from occamy.nano import phrases
-from occamy.nano.vocabulary import FIELDS, FILES, IDS, INTS, PATTERN, SERVICES, TOKENS, VALUES
+from occamy.nano.documents import LAST_INT, Document, compose, dump
+from occamy.nano.drills import copies, echoes, pairs, records, sums
+from occamy.nano.vocabulary import FIELDS, FILES, IDS, SERVICES, VALUES
 
-Document = tuple[list[int], list[int]]
 Value = int | str
 
-_ID_OF = {t: i for i, t in enumerate(TOKENS)}
-_SPLIT = re.compile(PATTERN)
-_UNKNOWN = _ID_OF["<unk>"]
-_ENTITIES = [_ID_OF[x] for x in IDS]
-_NUMBERS = [_ID_OF[x] for x in INTS]
-_NAMES = [_ID_OF[x] for x in (*VALUES, *FIELDS, *SERVICES)]
-_LAST_INT = 99
 _KEPT_STEPS = 2
-
-
-def encode(text: str) -> list[int]:
-    """Encode text as the shipped tokenizer does (tested equal), without its overhead."""
-    return [_ID_OF.get(t, _UNKNOWN) for t in _SPLIT.findall(text)]
 
 
 @dataclass(frozen=True)
@@ -56,10 +43,6 @@ class _Store:
     fresh: list[str]
     files: list[str]
     used: set[str] = field(default_factory=set)
-
-
-def _dump(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
 
 
 def _random_schema(r: Random) -> dict[str, dict[str, _Type]]:
@@ -126,11 +109,11 @@ def _new_value(r: Random, store: _Store, service: str, name: str, *avoid: Value)
 
 
 def _get(store: _Store, service: str, id_: str) -> _Step:
-    return _Step(f'{service}_get{{"id":"{id_}"}}', _dump(store.rows[service][id_]))
+    return _Step(f'{service}_get{{"id":"{id_}"}}', dump(store.rows[service][id_]))
 
 
 def _update(service: str, id_: str, name: str, value: Value) -> _Step:
-    return _Step(f'{service}_update{{"id":"{id_}","{name}":{_dump(value)}}}', "ok", f"{id_}.{name}={value};")
+    return _Step(f'{service}_update{{"id":"{id_}","{name}":{dump(value)}}}', "ok", f"{id_}.{name}={value};")
 
 
 def _path(r: Random, store: _Store, service: str, id_: str) -> tuple[str, str, str, list[_Step]] | None:
@@ -156,8 +139,8 @@ def _path(r: Random, store: _Store, service: str, id_: str) -> tuple[str, str, s
             return None
         key = r.choice(keys)
         value = store.rows[service][id_][key]
-        call = f'{service}_search{{"field":"{key}","value":{_dump(value)}}}'
-        return phrases.found(r, service, key, str(value)), service, id_, [_Step(call, _dump({"ids": [id_]}))]
+        call = f'{service}_search{{"field":"{key}","value":{dump(value)}}}'
+        return phrases.found(r, service, key, str(value)), service, id_, [_Step(call, dump({"ids": [id_]}))]
     if way == "named" and store.files:
         path = store.files.pop()
         return phrases.named(r, service, path), service, id_, [_Step(f'file_read{{"path":"{path}"}}', id_)]
@@ -186,7 +169,7 @@ def _goal(r: Random, store: _Store, waste: float) -> tuple[str, list[_Step]] | N
     elif kind == "copy":
         goal = _copy_goal(r, store, target, service, id_)
     elif kind == "add":
-        numbers = [f for f in _fields(store, service, "int") if int(row[f]) <= _LAST_INT - 15]
+        numbers = [f for f in _fields(store, service, "int") if int(row[f]) <= LAST_INT - 15]
         if not numbers:
             return None
         name, amount = r.choice(numbers), r.randint(1, 15)
@@ -213,9 +196,9 @@ def _create_goal(r: Random, store: _Store, service: str) -> tuple[str, list[_Ste
     first, second = r.sample(list(store.schema[service]), 2)
     x, y = _new_value(r, store, service, first), _new_value(r, store, service, second)
     new = store.fresh.pop(0)
-    call = f'{service}_create{{"{first}":{_dump(x)},"{second}":{_dump(y)}}}'
+    call = f'{service}_create{{"{first}":{dump(x)},"{second}":{dump(y)}}}'
     return phrases.create(r, service, (first, str(x)), (second, str(y))), [
-        _Step(call, _dump({"id": new}), f"{new}=new;")
+        _Step(call, dump({"id": new}), f"{new}=new;")
     ]
 
 
@@ -230,7 +213,7 @@ def _set_goal(r: Random, store: _Store, target: str, service: str, id_: str) -> 
     steps = [_update(service, id_, name, value)]
     if r.random() < 0.06:
         changed = dict(store.rows[service][id_]) | {name: value}
-        return phrases.checked(r, text), [*steps, _Step(_get(store, service, id_).call, _dump(changed))]
+        return phrases.checked(r, text), [*steps, _Step(_get(store, service, id_).call, dump(changed))]
     return text, steps
 
 
@@ -326,73 +309,16 @@ def _segments(opening: str, steps: list[_Step], cuts: list[int]) -> Iterator[Doc
             prefix, first = f"{opening}<user>summary:{summary}{tail}", cut
         else:
             parts += [("<assistant>", False), ("done<end>", True)]
-        yield _document(parts)
-
-
-def _document(parts: list[tuple[str, bool]]) -> Document:
-    ids: list[int] = []
-    mask: list[int] = []
-    for text, target in parts:
-        tokens = encode(text)
-        ids += tokens
-        mask += [int(target)] * len(tokens)
-    return ids, mask
-
-
-def pairs(r: Random) -> Iterator[Document]:
-    """A random key-value list, then lookups; targets are the looked-up values."""
-    n = r.randint(2, 12)
-    keys = r.sample(r.choice((_ENTITIES, _ENTITIES, _NAMES, _NUMBERS)), n)
-    values = [r.choice(r.choice((_ENTITIES, _NUMBERS, _NAMES))) for _ in keys]
-    equals = encode("=") if r.random() < 0.5 else []
-    end, ask = encode(";") if r.random() < 0.5 else [], encode("?") if r.random() < 0.5 else []
-    ids = [t for k, v in zip(keys, values, strict=True) for t in (k, *equals, v, *end)]
-    mask = [0] * len(ids)
-    for _ in range(r.randint(n, 3 * n)):
-        j = r.randrange(n)
-        row = [*ask, keys[j], *equals, values[j]]
-        ids += row
-        mask += [0] * (len(row) - 1) + [1]
-    yield ids, mask
-
-
-def copies(r: Random) -> Iterator[Document]:
-    """A random span said again one to three times: plain induction."""
-    n, pool = r.randint(3, 24), r.choice((_ENTITIES, _NUMBERS, _NAMES, _ENTITIES + _NUMBERS + _NAMES))
-    span, times = [r.choice(pool) for _ in range(n)], r.randint(1, 3)
-    yield span * (times + 1), [0] * (n + 1) + [1] * (n * times - 1)
-
-
-def records(r: Random) -> Iterator[Document]:
-    """JSON records by id, then lookups by field and id."""
-    names = r.sample(FIELDS, 3)
-    rows = {
-        i: {f: r.choice((r.choice(IDS), r.randrange(100), r.choice(VALUES))) for f in names}
-        for i in r.sample(IDS, r.randint(1, 5))
-    }
-    parts = [("".join(f"{i}:{_dump(row)};" for i, row in rows.items()), False)]
-    for _ in range(r.randint(3, 9)):
-        i, f = r.choice(list(rows)), r.choice(names)
-        parts += [(r.choice((f"?{f} of {i}=", f"{i}.{f}=", f"{f} of the {i} :")), False), (str(rows[i][f]), True)]
-    yield _document(parts)
-
-
-def sums(r: Random) -> Iterator[Document]:
-    """Small sums within 0..99."""
-    parts: list[tuple[str, bool]] = []
-    for _ in range(r.randint(8, 24)):
-        b = r.randint(1, 15)
-        a = r.randint(0, _LAST_INT - b)
-        parts += [(r.choice((f"{a}+{b}=", f"add {b} to {a} =")), False), (str(a + b), True), (";", False)]
-    yield _document(parts)
+        yield compose(parts)
 
 
 STREAMS: dict[str, tuple[Callable[[Random], Iterator[Document]], float]] = {
-    "transcripts": (transcripts, 0.6),
-    "pairs": (pairs, 0.13),
-    "copies": (copies, 0.1),
+    "transcripts": (transcripts, 0.52),
+    "pairs": (pairs, 0.14),
+    "copies": (copies, 0.14),
     "records": (records, 0.1),
     "sums": (sums, 0.07),
+    "echoes": (echoes, 0.03),
 }
 """Name -> (generator, share of draws). Our choice; lookups and copies from the start are what lets binding appear."""
 

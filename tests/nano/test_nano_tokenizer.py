@@ -4,7 +4,8 @@ from random import Random
 
 import pytest
 
-from occamy.nano.streams import STREAMS, encode
+from occamy.nano.documents import encode
+from occamy.nano.streams import STREAMS
 from occamy.nano.tokenizer import build_tokenizer
 from occamy.nano.vocabulary import TOKENS
 

@@ -1,0 +1,1 @@
+"""Writes executable task contracts: programmatic authors by two routes, variants, sealed raw packages."""

@@ -1,0 +1,104 @@
+"""Where a world keeps its files: in memory for oracles and admission, in a folder for sandboxes."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+
+class Workspace(Protocol):
+    """Text files by relative POSIX path.
+
+    `read` and `remove` raise FileNotFoundError; they and `write` raise ValueError on a bad path.
+    """
+
+    def read(self, path: str) -> str: ...
+
+    def write(self, path: str, text: str) -> None: ...
+
+    def remove(self, path: str) -> None: ...
+
+    def list(self) -> list[str]: ...
+
+
+def check_path(path: str) -> str:
+    """Return `path` when it is relative and cannot leave the workspace; else raise ValueError."""
+    if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise ValueError(f"file path {path!r}: use a relative path such as notes/today.txt")
+    return path
+
+
+def _clash(path: str) -> ValueError:
+    return ValueError(f"file path {path!r}: a folder and a file cannot share a name; choose another path")
+
+
+class MemoryWorkspace:
+    """Files in a dict."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, str] = {}
+
+    def read(self, path: str) -> str:
+        check_path(path)
+        if path not in self._files:
+            raise FileNotFoundError(path)
+        return self._files[path]
+
+    def write(self, path: str, text: str) -> None:
+        parents = [str(parent) for parent in PurePosixPath(check_path(path)).parents]
+        if any(parent in self._files for parent in parents) or any(f.startswith(f"{path}/") for f in self._files):
+            raise _clash(path)
+        self._files[path] = text
+
+    def remove(self, path: str) -> None:
+        self.read(path)
+        del self._files[path]
+
+    def list(self) -> list[str]:
+        return sorted(self._files)
+
+
+class FolderWorkspace:
+    """Files under a folder that an agent may also write to directly.
+
+    Bytes that are not UTF-8 read as backslash escapes, so that any file has a text and a fingerprint.
+    Symbolic links are not followed: they are neither listed nor read nor written through. Nor are files listed whose
+    names are not UTF-8.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.resolve()
+
+    def _resolve(self, path: str) -> Path:
+        target = self._root / check_path(path)
+        if target.resolve() != target:
+            raise ValueError(f"file path {path!r} goes through a symbolic link; write to a plain file")
+        return target
+
+    def read(self, path: str) -> str:
+        target = self._resolve(path)
+        if not target.is_file():
+            raise FileNotFoundError(path)
+        return target.read_bytes().decode("utf-8", errors="backslashreplace")
+
+    def write(self, path: str, text: str) -> None:
+        target = self._resolve(path)
+        if target.is_dir() or any(p.is_file() for p in target.parents):
+            raise _clash(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text.encode())
+
+    def remove(self, path: str) -> None:
+        target = self._resolve(path)
+        if not target.is_file():
+            raise FileNotFoundError(path)
+        target.unlink()
+
+    def list(self) -> list[str]:
+        found = (p for p in self._root.rglob("*") if p.is_file() and not p.is_symlink())
+        names = (p.relative_to(self._root).as_posix() for p in found)
+        return sorted(name for name in names if _is_text(name))
+
+
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in name)

@@ -1,0 +1,110 @@
+"""Durability: what is committed survives a kill, an unfinished episode starts over, a finished one never runs again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from occamy.capture.store import Store
+from occamy.capture.turn import Exchange, Prefix, Turn
+from occamy.contracts.episode import QuarantineReason
+
+EXCHANGE = Exchange("sha256:0", "00", "{}", 4, 0.125)
+
+
+def _turn(ordinal: int) -> Turn:
+    return Turn(
+        run="root",
+        segment=0,
+        ordinal=ordinal,
+        attempt=0,
+        continues=0 if ordinal else -1,
+        prefix=Prefix.continued if ordinal else Prefix.start,
+        opened_by="" if ordinal else "start",
+        delta=[1, 2, 70_000],
+        prompt_tokens=3,
+        cached_tokens=0,
+        output=[4, 5],
+        logprobs=[-0.5, -2.0],
+        version=9,
+        finish="stop",
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "capture.sqlite"
+
+
+def test_turns_come_back_as_they_went_in(path: Path) -> None:
+    store = Store(path)
+    store.open_episode("e", "policy")
+    turns = [_turn(0), _turn(1)]
+    for turn in turns:
+        store.add_turn("e", turn, EXCHANGE)
+    assert store.turns("e") == turns
+    store.close()
+    assert Store(path).turns("e") == turns
+
+
+def test_an_unfinished_episode_is_started_over_and_a_finished_one_refused(path: Path) -> None:
+    store = Store(path)
+    for name in ("cut", "ungraded", "done"):
+        store.open_episode(name, "policy")
+        store.add_turn(name, _turn(0), EXCHANGE)
+    store.close_episode("ungraded", None)
+    store.close_episode("done", QuarantineReason.unexplained_prefix)
+    store.finish_episode("done", '{"score":1}')
+    store.close()
+
+    store = Store(path)
+    assert store.finished() == {"done": '{"score":1}'}
+    assert store.captured("done").quarantine is QuarantineReason.unexplained_prefix
+    for name in ("cut", "ungraded"):
+        store.open_episode(name, "policy")
+        assert store.turns(name) == []
+    with pytest.raises(ValueError, match="episode done is finished"):
+        store.open_episode("done", "policy")
+    assert len(store.turns("done")) == 1
+    store.discard("done")
+    assert store.finished() == {}
+    store.open_episode("done", "policy")
+
+
+def test_only_a_closed_episode_can_be_finished_or_read(path: Path) -> None:
+    store = Store(path)
+    store.open_episode("e", "policy")
+    for name in ("e", "unknown"):
+        with pytest.raises(ValueError, match=f"episode {name} is not closed"):
+            store.finish_episode(name, "{}")
+        with pytest.raises(KeyError, match=name):
+            store.captured(name)
+
+
+def test_a_killed_process_loses_no_committed_turn(path: Path) -> None:
+    code = f"""
+import os, signal, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+import importlib.util
+spec = importlib.util.spec_from_file_location("here", {__file__!r})
+here = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(here)
+store = here.Store(Path({str(path)!r}))
+store.open_episode("done", "policy")
+store.add_turn("done", here._turn(0), here.EXCHANGE)
+store.close_episode("done", None)
+store.finish_episode("done", "record")
+store.open_episode("cut", "policy")
+for ordinal in range(5):
+    store.add_turn("cut", here._turn(ordinal), here.EXCHANGE)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -9
+    store = Store(path)
+    assert [t.ordinal for t in store.turns("cut")] == [0, 1, 2, 3, 4]
+    assert store.finished() == {"done": "record"}
+    assert len(store.captured("done").segments) == 1
