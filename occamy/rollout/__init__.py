@@ -1,0 +1,1 @@
+"""Runs episodes: schedules many, freezes and fingerprints their worlds, grades them, seals their records."""

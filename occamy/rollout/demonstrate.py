@@ -1,0 +1,110 @@
+"""Demonstrations: the scripted oracle plays admitted tasks through the real harness and proxy; successes are sealed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from occamy.capture.sealed import write_sealed
+from occamy.contracts.episode import EpisodeRecord, Segment
+from occamy.contracts.manifest import Counts, Manifest, SealError, seal, verify
+from occamy.contracts.record import digest
+from occamy.contracts.release import load_release
+from occamy.harness.compose import load
+from occamy.rollout.config import DemonstrationConfig
+from occamy.rollout.jobs import EpisodeJob, make_jobs
+from occamy.rollout.oracle import OracleTeacher
+from occamy.rollout.session import RolloutSession
+
+KIND = "demonstrations"
+MODEL = "oracle"
+Progress = Callable[[int, int, str], None]
+"""``progress(done, total, figure)``."""
+
+
+def demonstrate(
+    release: Path,
+    checkpoint: Path,
+    out: Path,
+    config: DemonstrationConfig,
+    seed: int,
+    *,
+    work: Path | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Demonstrate the release's training tasks and seal the successful episodes in `out`.
+
+    Idempotent: a sealed `out` of the same release, configuration and seed is returned as it is. Resumable: `work`
+    (beside `out` by default) keeps finished episodes over a kill and is removed at the end. Raises SealError when
+    `out` holds something else, and ValueError when not one demonstration succeeds.
+    """
+    tasks = load_release(release)
+    chosen = tasks.select(pool=config.pool, split="train")[: config.limit]
+    parents = {"task_release": tasks.manifest.digest()}
+    made_by = {"config": config.digest(), "seed": seed, "harness": load(config.rollout.harness).digest}
+    if out.exists():
+        return _finished(out, parents, digest(made_by))
+    work = work if work is not None else out.with_name(f".{out.name}.work")
+    teacher = OracleTeacher(config.wasteful)
+    jobs = list(make_jobs(chosen, trials=config.trials, seed=seed, sampled_by="teacher", temperature=0.0, model=MODEL))
+    session = RolloutSession(
+        work / "session",
+        checkpoint=checkpoint,
+        engine_url=None,
+        harness=load(config.rollout.harness),
+        config=config.rollout,
+        teacher=teacher,
+    )
+    with session:
+        kept, segments, refused = _play(session, _enrolled(jobs, teacher), len(jobs), config, progress)
+    if not kept:
+        raise ValueError(f"{release}: none of {len(jobs)} demonstrations succeeded ({dict(refused)}); check the tasks")
+    sealed = work / "sealed"
+    shutil.rmtree(sealed, ignore_errors=True)
+    facts = {"made_by": digest(made_by), "seed": seed, "quarantine": dict(sorted(refused.items()))}
+    write_sealed(sealed, kept, segments, kind=KIND, parents=parents, facts=facts)
+    counts = Counts(raw=len(jobs), validated=len(jobs), admitted=len(kept), quarantined=len(jobs) - len(kept))
+    manifest = seal(sealed, KIND, counts={KIND: counts}, parents=parents, facts=facts)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(sealed, out)
+    shutil.rmtree(work, ignore_errors=True)
+    return manifest
+
+
+def _finished(out: Path, parents: dict[str, str], made_by: str) -> Manifest:
+    manifest = verify(out, KIND)
+    if manifest.parents != parents or manifest.facts["made_by"] != made_by:
+        raise SealError(f"{out}: holds demonstrations of another release, configuration or seed; choose another folder")
+    return manifest
+
+
+def _enrolled(jobs: list[EpisodeJob], teacher: OracleTeacher) -> Iterator[EpisodeJob]:
+    for job in jobs:
+        teacher.enrol(job)
+        yield job
+
+
+def _play(
+    session: RolloutSession,
+    jobs: Iterator[EpisodeJob],
+    total: int,
+    config: DemonstrationConfig,
+    progress: Progress | None,
+) -> tuple[list[EpisodeRecord], list[Segment], Counter[str]]:
+    """Run all jobs. Returns admitted records with their segments, and counts of why others were not."""
+    kept: list[EpisodeRecord] = []
+    segments: list[Segment] = []
+    refused: Counter[str] = Counter()
+    for done, result in enumerate(session.stream(jobs, config.rollout.concurrency), 1):
+        record = result.record
+        if record.success and record.quarantine is None:
+            kept.append(record)
+            segments += result.segments
+        else:
+            refused[record.quarantine.value if record.quarantine else f"not_successful:{record.outcome.value}"] += 1
+        if progress is not None:
+            progress(done, total, f"{len(kept)}/{done} admitted")
+    return kept, segments, refused

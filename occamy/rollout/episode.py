@@ -1,0 +1,163 @@
+"""One episode: lease, world, harness behind the recording proxy, freeze, export, grade outside, record."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from occamy.capture.segments import CapturedEpisode
+from occamy.capture.server import ProxyServer
+from occamy.contracts.episode import EpisodeRecord, Outcome, QuarantineReason, Segment
+from occamy.contracts.record import digest
+from occamy.harness.agent import AgentRun, Assignment, run_agent
+from occamy.harness.compose import ResolvedHarness
+from occamy.rollout.config import RolloutConfig
+from occamy.rollout.evidence import Evidence
+from occamy.rollout.grading import Grade, grade
+from occamy.rollout.jobs import EpisodeJob
+from occamy.sandboxes.protocol import Sandbox, SandboxBackend, SandboxError
+from occamy.worlds.tools import tool_schemas
+from occamy.worlds.workspace import FolderWorkspace
+from occamy.worlds.world import Event, World
+
+_POOL = "local"
+_GRACE_S = 60.0  # a lease outlives the task's wall budget by this much, for export and release
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where episodes of a session run."""
+
+    proxy: ProxyServer
+    harness: ResolvedHarness
+    http: aiohttp.ClientSession
+    sandboxes: SandboxBackend
+    config: RolloutConfig
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """A finished attempt."""
+
+    record: EpisodeRecord
+    segments: list[Segment]
+    """Token histories in order of run and index; none are trainable when the record is quarantined."""
+
+
+async def run_episode(job: EpisodeJob, place: Place) -> tuple[EpisodeResult, Evidence]:
+    """Run one attempt to its record. Faults of infrastructure give the outcome infra_failed, quarantined and unscored.
+
+    Raises what is nobody's fault at run time: WorldError for a contract that cannot be built.
+    """
+    began = time.monotonic()
+    key = place.proxy.open_episode(
+        job.episode_id, sampled_by=job.sampled_by, seed=job.seed, rewrites=place.harness.rewrites
+    )
+    try:
+        run, state, events = await _act(job, place, key)
+    except BaseException:  # cancelled, or a contract that cannot be built: leave the id free for another try
+        place.proxy.close_episode(job.episode_id)
+        raise
+    captured = place.proxy.close_episode(job.episode_id)
+    failed = run.outcome is Outcome.infra_failed
+    judged = grade(job.task, state, events, run.answer, run.outcome is Outcome.completed) if not failed else _UNSCORED
+    seconds = time.monotonic() - began
+    record = _record(job, place, run, captured, judged, digest(state) if state else "", seconds)
+    evidence = Evidence(state, events, run.trace, run.answer, judged.goals_met, judged.forbidden)
+    return EpisodeResult(record, captured.segments), evidence
+
+
+_UNSCORED = Grade(score=0.0, success=False, goals_met=(), forbidden=())
+
+
+async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[str, Any], Sequence[Event]]:
+    """Let the agent act. Returns its run, the final state ({} when it cannot be trusted) and the event log."""
+    budget = job.task.meta.budget
+    sandbox: Sandbox | None = None
+    world: World | None = None
+    run = AgentRun()
+    try:
+        sandbox = await place.sandboxes.lease(_POOL, job.episode_id, budget.wall_seconds + _GRACE_S)
+        world = World(job.task.world, FolderWorkspace(sandbox.workspace))
+        run = await run_agent(place.harness, _assignment(job, place, key, world), place.http)
+        await sandbox.freeze()
+        return run, world.state(), world.events
+    except (SandboxError, OSError) as e:
+        run = dataclasses.replace(run, outcome=Outcome.infra_failed, error=f"{type(e).__name__}: {e}")
+        return run, {}, world.events if world is not None else ()
+    finally:
+        if world is not None:
+            world.close()
+        if sandbox is not None:
+            await sandbox.release()
+
+
+def _assignment(job: EpisodeJob, place: Place, key: str, world: World) -> Assignment:
+    return Assignment(
+        request=job.task.request,
+        tools=tool_schemas(job.task.world, job.task.tools),
+        dispatch=world.call,
+        budget=job.task.meta.budget,
+        base_url=f"{place.proxy.url}/episodes/{job.episode_id}/root/v1",
+        api_key=key,
+        model=job.model,
+        temperature=job.temperature,
+        max_new_tokens=place.config.max_new_tokens,
+    )
+
+
+def _record(
+    job: EpisodeJob,
+    place: Place,
+    run: AgentRun,
+    captured: CapturedEpisode,
+    judged: Grade,
+    fingerprint: str,
+    seconds: float,
+) -> EpisodeRecord:
+    failed = run.outcome is Outcome.infra_failed
+    rewarded = run.outcome is Outcome.completed or (not place.config.reward_needs_completion and not failed)
+    oldest, newest = _versions(captured.segments)
+    meta = job.task.meta
+    return EpisodeRecord(
+        episode_id=job.episode_id,
+        task_id=meta.task_id,
+        task_digest=job.task.digest(),
+        pool=meta.pool,
+        split=meta.split,
+        trial=job.trial,
+        seed=job.seed,
+        sampled_by=job.sampled_by,
+        outcome=run.outcome,
+        score=judged.score,
+        reward=judged.score if rewarded else 0.0,
+        success=judged.success,
+        steps=run.turns,
+        tool_calls=run.tool_calls,
+        failed_calls=run.failed_calls,
+        segments=len(captured.segments),
+        input_tokens=sum(t.input_tokens for t in captured.turns),
+        cached_tokens=sum(t.cached_tokens for t in captured.turns),
+        output_tokens=sum(t.output_tokens for t in captured.turns),
+        wall_seconds=seconds,
+        harness_digest=place.harness.digest,
+        final_fingerprint=fingerprint,
+        model=job.model,
+        version_min=oldest,
+        version_max=newest,
+        quarantine=QuarantineReason.infra_failed if failed else captured.quarantine,
+        error=run.error,
+    )
+
+
+def _versions(segments: Sequence[Segment]) -> tuple[int, int]:
+    """Oldest and newest weight version among sampled tokens, (-1, -1) when there are none."""
+    sampled = [s.versions[s.versions >= 0] for s in segments]
+    known = np.concatenate(sampled) if sampled else np.empty(0, np.int32)
+    return (int(known.min()), int(known.max())) if known.size else (-1, -1)

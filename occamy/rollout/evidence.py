@@ -1,0 +1,58 @@
+"""What each record was judged by, kept for audit beside the capture: final state, dispatcher's log, harness trace."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from occamy.worlds.world import Event
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence of one attempt."""
+
+    state: dict[str, Any]
+    """Canonical final state after freeze, {} when the sandbox itself failed."""
+    events: Sequence[Event]
+    """The dispatcher's log."""
+    trace: list[dict[str, Any]]
+    """The harness's own events."""
+    answer: str
+    """Final text of the agent."""
+    goals_met: tuple[bool, ...]
+    """One per goal, in the contract's order; empty when unscored."""
+    forbidden: tuple[str, ...]
+    """State changes that no goal asks for."""
+
+
+class EvidenceStore:
+    """One SQLite row per attempt; a repeated attempt replaces its row. One thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute("CREATE TABLE IF NOT EXISTS evidence (episode_id TEXT PRIMARY KEY, data BLOB NOT NULL) STRICT")
+
+    def put(self, episode_id: str, evidence: Evidence) -> None:
+        """Commit the evidence of an attempt."""
+        self._db.execute("INSERT OR REPLACE INTO evidence VALUES (?, ?)", (episode_id, orjson.dumps(evidence)))
+
+    def get(self, episode_id: str) -> Evidence:
+        """Read the evidence of an attempt. Raises KeyError naming an unknown episode."""
+        row = self._db.execute("SELECT data FROM evidence WHERE episode_id = ?", (episode_id,)).fetchone()
+        if row is None:
+            raise KeyError(f"no evidence of episode {episode_id}; it has not finished in this folder")
+        data = orjson.loads(row[0])
+        data["events"] = tuple(Event(**event) for event in data["events"])
+        return Evidence(**{**data, "goals_met": tuple(data["goals_met"]), "forbidden": tuple(data["forbidden"])})
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()

@@ -1,0 +1,91 @@
+"""Compositions resolve to manifests with digests; whatever is unknown is refused with the nearest known name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from occamy.harness.compose import CompositionError, load, resolve
+from occamy.harness.parts import Budgets, Compaction, Failures, Retry, Trace
+
+LAPTOP: dict[str, Any] = {
+    "name": "mine",
+    "loop": {"kind": "react"},
+    "middleware": [
+        {"kind": "compaction", "mode": "summary", "budget_tokens": 224},
+        {"kind": "budgets"},
+        {"kind": "failures"},
+    ],
+}
+
+
+def test_react_is_the_laptop_default() -> None:
+    harness = load("react")
+    composition = harness.manifest.composition
+    assert [type(m) for m in composition.middleware] == [Compaction, Budgets, Trace, Retry, Failures]
+    compaction = composition.middleware[0]
+    assert isinstance(compaction, Compaction)
+    assert (compaction.mode, compaction.budget_tokens, compaction.keep_last, compaction.max_times) == (
+        "summary",
+        224,
+        2,
+        3,
+    )
+    assert harness.rewrites == ("summary_replacement",) and harness.manifest.system == ""
+    assert load("briefed").rewrites == ("history_pruning",) and load("briefed").manifest.system == "work"
+
+
+def test_digest_covers_every_setting_and_writes_out_defaults() -> None:
+    one = resolve(LAPTOP)
+    assert one.digest == resolve(dict(LAPTOP)).digest == one.manifest.digest()
+    explicit = {**LAPTOP, "prompt": {"layout": "plain"}, "skills": []}
+    assert resolve(explicit).digest == one.digest
+    assert resolve({**LAPTOP, "prompt": {"layout": "briefed"}}).digest != one.digest
+    fewer = [{**LAPTOP["middleware"][0], "keep_last": 3}, *LAPTOP["middleware"][1:]]
+    assert resolve({**LAPTOP, "middleware": fewer}).digest != one.digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"promt": {}}, "unknown key 'promt'; did you mean 'prompt'?"),
+        ({"prompt": {"layuot": "plain"}}, "prompt: unknown key 'layuot'; did you mean 'layout'?"),
+        ({"prompt": {"layout": "fancy"}}, "prompt.layout"),
+        ({"loop": {"kind": "plan_act"}}, "loop.kind"),
+        (
+            {"middleware": [{"kind": "compactoin", "mode": "summary"}]},
+            r"middleware\[0\]: unknown part 'compactoin'; did",
+        ),
+        (
+            {"middleware": [{"kind": "retry", "atempts": 3}]},
+            r"\(retry\): unknown key 'atempts'; did you mean 'attempts'",
+        ),
+        ({"middleware": [{"kind": "retry", "attempts": 0}]}, "attempts"),
+        ({"middleware": [{"attempts": 3}]}, r"middleware\[0\]: has no kind"),
+        ({"middleware": [{"kind": "failures"}, {"kind": "budgets"}]}, "outermost first: compaction, budgets"),
+        ({"middleware": [{"kind": "budgets"}, {"kind": "budgets"}]}, "at most once"),
+        ({"skills": ["chekc"], "prompt": {"layout": "briefed"}}, "unknown skill pack 'chekc'; did you mean 'check'"),
+        ({"skills": ["check"]}, "skills need a system message"),
+        ({"name": None}, "name"),
+    ],
+)
+def test_refusals_name_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CompositionError, match=message):
+        resolve({**LAPTOP, **change}, "h.yaml")
+
+
+def test_skills_join_the_system_message() -> None:
+    harness = resolve({**LAPTOP, "prompt": {"layout": "briefed"}, "skills": ["check"]})
+    assert harness.manifest.system == "work\ncheck each change"
+
+
+def test_compositions_come_from_files_too(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("name: own\nmiddleware:\n  - {kind: budgets}\n")
+    assert load(path).manifest.composition.name == "own"
+    with pytest.raises(CompositionError, match=r"missing.yaml: no such file"):
+        load(tmp_path / "missing.yaml")
+    with pytest.raises(CompositionError, match="'raect' is unknown; did you mean 'react'"):
+        load("raect")
