@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from occamy.contracts.record import Record, canonical_json, digest, digest_file
+from pydantic import Field
+
 from occamy.contracts.manifest import write_atomic
+from occamy.contracts.record import Record, canonical_json, digest, digest_file
 
 NAME = "lineage.json"
 
@@ -24,14 +26,14 @@ class LineageCard(Record):
     parents: tuple[str, ...] = ()
     """Weights digests of the direct parents, in order."""
     parent_names: tuple[str, ...] = ()
-    data: dict[str, str] = {}
+    data: dict[str, str] = Field(default_factory=dict)
     """Role -> manifest digest of the data that trained it."""
     recipe_digest: str = ""
     code_digest: str = ""
     seed: int = 0
     tokenizer_digest: str
     weights_digest: str
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = Field(default_factory=dict)
 
 
 def read_card(checkpoint: Path) -> LineageCard:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from occamy.contracts.record import Record, canonical_json, digest_file
 
@@ -34,11 +34,11 @@ class Manifest(Record):
     schema_version: int = 1
     files: dict[str, str]
     """Relative POSIX path -> sha256 digest, for every file but the manifest."""
-    counts: dict[str, Counts] = {}
+    counts: dict[str, Counts] = Field(default_factory=dict)
     """Accounting per artifact kind (task_packages, demonstrations, trajectories)."""
-    parents: dict[str, str] = {}
+    parents: dict[str, str] = Field(default_factory=dict)
     """Role -> digest of the manifest it was made from."""
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = Field(default_factory=dict)
     """Further JSON facts: seed, recipe digest, reasons of quarantine with counts ..."""
 
 
@@ -73,7 +73,8 @@ def verify(folder: Path, kind: str) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())
     except ValidationError as e:
-        raise SealError(f"{path}: not a manifest of this version ({e.errors()[0]['msg']}); make the folder again") from e
+        problem = e.errors()[0]["msg"]
+        raise SealError(f"{path}: not a manifest of this version ({problem}); make the folder again") from e
     if manifest.kind != kind:
         raise SealError(f"{path}: holds {manifest.kind!r}, expected {kind!r}; pass the right folder")
     present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p != path}

@@ -26,9 +26,9 @@ class FieldSpec(Record):
     @model_validator(mode="after")
     def _complete(self) -> FieldSpec:
         if (self.kind == "enum") != bool(self.values):
-            raise ValueError(f"field of kind {self.kind!r} has values {self.values!r}; give values to enum fields only")
+            raise ValueError(f"field of kind {self.kind!r} has values {self.values!r}; only enum fields take values")
         if (self.kind == "ref") != (self.target is not None):
-            raise ValueError(f"field of kind {self.kind!r} has target {self.target!r}; give a target to ref fields only")
+            raise ValueError(f"field of kind {self.kind!r} has target {self.target!r}; only ref fields take a target")
         return self
 
 
@@ -39,7 +39,7 @@ class WorldSpec(Record):
     """Schema: service name -> field name -> type, in display order."""
     records: dict[str, dict[str, dict[str, Scalar]]]
     """Initial rows of each service."""
-    files: dict[str, str] = {}
+    files: dict[str, str] = Field(default_factory=dict)
     """Initial workspace files: relative path -> text."""
     fresh_ids: tuple[str, ...] = ()
     """Ids handed out, in order, by create calls (any service)."""
@@ -87,7 +87,7 @@ class FileEquals(Record):
 
 
 class CallLogged(Record):
-    """Evidence: the event log holds a successful call of this tool with these arguments (after the last write, if asked)."""
+    """Evidence: the event log holds this call with success (after the last write, if asked)."""
 
     kind: Literal["call_logged"] = "call_logged"
     call: ToolCall

@@ -1,0 +1,201 @@
+"""SGLang's /generate bodies, parsed and rendered. What this engine cannot honour is refused, never ignored."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from array import array
+from dataclasses import dataclass, replace
+from typing import Any
+
+from occamy.engines.local.sampling import SamplingParams
+from occamy.engines.local.scheduler import Sequence
+
+_KEYS = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream", "rid"}
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "stop": (None, [], ""),
+    "stop_regex": (None, [], ""),
+    "min_p": (0,),
+    "min_new_tokens": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True, False),
+    "spaces_between_special_tokens": (True, False),
+    "no_stop_trim": (True, False),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "logit_bias": (None, {}),
+}
+"""Parameters of SGLang that this engine has no use for, with the values at which they change nothing."""
+_PARAMS = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "n", "sampling_seed"}
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served as asked; becomes HTTP 400 with this text."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests are checked against."""
+
+    vocab: int
+    context: int
+    """Tokens of input plus output."""
+    eos: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Generate:
+    """A parsed /generate call."""
+
+    sequences: list[Sequence]
+    """One per input and sample, samples of one input side by side."""
+    listed: bool
+    """The answer is a list (a batch, or n > 1)."""
+    logprobs: bool
+    stream: bool
+
+
+def parse(body: bytes, limits: Limits) -> Generate:
+    """Parse a request body. Raises BadRequest naming the key or value at fault."""
+    request = parse_object(body)
+    if unknown := sorted(request.keys() - _KEYS):
+        raise BadRequest(f"{unknown[0]!r} is not supported by the local engine; it takes {', '.join(sorted(_KEYS))}")
+    inputs = request.get("input_ids")
+    if not isinstance(inputs, list) or not inputs:
+        raise BadRequest("input_ids must be a non-empty list of token ids, or of such lists")
+    batch = isinstance(inputs[0], list)
+    rows: list[Any] = inputs if batch else [inputs]
+    start = request.get("logprob_start_len", -1)
+    if start not in (-1, None) and not (not batch and start == len(inputs)):
+        raise BadRequest(f"logprob_start_len {start!r}: log-probs of input tokens are not supported; leave it out")
+    if request.get("top_logprobs_num", 0) not in (0, None):
+        raise BadRequest("top_logprobs_num is not supported; leave it out")
+    params = request.get("sampling_params") or {}
+    each = params if isinstance(params, list) else [params] * len(rows)
+    rid = request.get("rid") or secrets.token_hex(16)
+    rids = rid if isinstance(rid, list) else [rid] if not batch else [f"{rid}-{i}" for i in range(len(rows))]
+    if len(each) != len(rows) or len(rids) != len(rows):
+        raise BadRequest(
+            f"{len(rows)} inputs, {len(each)} sampling_params and {len(rids)} rids; give one of each per input"
+        )
+    stream = request.get("stream") is True
+    sequences: list[Sequence] = []
+    for tokens, given, name in zip(rows, each, rids, strict=True):
+        sequences += _sequences(
+            tokens, given, str(name), str(name) if isinstance(rid, list) else str(rid), limits, stream
+        )
+    listed = batch or len(sequences) > 1
+    if stream and listed:
+        raise BadRequest("stream is supported for one input and n = 1 only")
+    return Generate(sequences, listed, request.get("return_logprob") is True, stream)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a body that must be a JSON object; an empty body is an empty object. Raises BadRequest."""
+    if not body:
+        return {}
+    try:
+        value = json.loads(body)
+    except ValueError as e:
+        raise BadRequest(f"the body is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body must be a JSON object, not {type(value).__name__}")
+    return value
+
+
+def render(sequence: Sequence, logprobs: bool) -> dict[str, Any]:
+    """The response object of one sequence, finished or (streaming) so far."""
+    meta: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": sequence.finish,
+        "prompt_tokens": len(sequence.tokens),
+        "completion_tokens": len(sequence.output),
+        "cached_tokens": sequence.cached,
+        "weight_version": sequence.version,
+    }
+    if logprobs:
+        pairs = zip(sequence.logprobs, sequence.output, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        meta["input_token_logprobs"] = []
+    return {"text": "", "output_ids": list(sequence.output), "meta_info": meta}
+
+
+def _sequences(tokens: Any, params: Any, rid: str, call: str, limits: Limits, stream: bool) -> list[Sequence]:
+    """The n samples of one input."""
+    ids = _ids(tokens, "input_ids", limits.vocab)
+    if not ids:
+        raise BadRequest("input_ids is empty; give at least one token")
+    if not isinstance(params, dict):
+        raise BadRequest(f"sampling_params must be an object, not {type(params).__name__}")
+    sampling = _sampling(params, limits)
+    if len(ids) >= limits.context:
+        raise BadRequest(
+            f"The input ({len(ids)} tokens) is longer than the model's context length ({limits.context} tokens)."
+        )
+    if len(ids) + sampling.max_new_tokens > limits.context:
+        raise BadRequest(
+            f"Requested token count exceeds the model's maximum context length of {limits.context} tokens: "
+            f"{len(ids)} of input and {sampling.max_new_tokens} of max_new_tokens."
+        )
+    count = int(_number(params, "n", 1, low=1, whole=True))
+    sequences = []
+    for i in range(count):
+        # Samples of one input draw from neighbouring seeds; the first one draws as if n were 1.
+        own = replace(sampling, seed=sampling.seed + i) if i else sampling
+        sequences.append(Sequence(rid if count == 1 else f"{rid}-{i}", call, array("i", ids), own, stream))
+    return sequences
+
+
+def _sampling(params: dict[str, Any], limits: Limits) -> SamplingParams:
+    for key, value in params.items():
+        if key in _NEUTRAL:
+            if value not in _NEUTRAL[key]:
+                raise BadRequest(
+                    f"sampling_params.{key} = {value!r} is not supported by the local engine; leave it out"
+                )
+        elif key not in _PARAMS:
+            raise BadRequest(f"sampling_params.{key} is not known; use {', '.join(sorted(_PARAMS))}")
+    top_k = int(_number(params, "top_k", -1, low=-1, whole=True))
+    if top_k == 0:
+        raise BadRequest("sampling_params.top_k = 0 leaves no token; use -1 for no limit")
+    top_p = _number(params, "top_p", 1.0, low=0.0, high=1.0)
+    if top_p == 0:
+        raise BadRequest("sampling_params.top_p = 0 leaves no token; use temperature 0 for the likeliest one")
+    seed = params.get("sampling_seed")
+    if seed is None:
+        seed = secrets.randbits(63)
+    elif type(seed) is not int:
+        raise BadRequest(f"sampling_params.sampling_seed = {seed!r} must be a whole number")
+    stop = _ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids", limits.vocab)
+    return SamplingParams(
+        temperature=_number(params, "temperature", 1.0, low=0.0),
+        top_p=top_p,
+        top_k=top_k,
+        max_new_tokens=int(_number(params, "max_new_tokens", 128, low=1, whole=True)),
+        stop=frozenset(stop if params.get("ignore_eos") is True else (*stop, *limits.eos)),
+        seed=seed,
+    )
+
+
+def _ids(value: Any, where: str, vocab: int) -> list[int]:
+    if not isinstance(value, list):
+        raise BadRequest(f"{where} must be a list of token ids, not {type(value).__name__}")
+    for token in value:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise BadRequest(f"{where} holds {token!r}, which is out of the vocabulary (0 to {vocab - 1})")
+    return value
+
+
+def _number(
+    params: dict[str, Any], key: str, default: float, *, low: float, high: float = 1e9, whole: bool = False
+) -> float:
+    value: Any = params.get(key)
+    if value is None:
+        return default
+    if (type(value) is not int and (whole or type(value) is not float)) or not low <= value <= high:
+        kind = "a whole number" if whole else "a number"
+        raise BadRequest(f"sampling_params.{key} = {value!r} must be {kind} from {low:g} to {high:g}")
+    return float(value)
