@@ -1,0 +1,28 @@
+"""What a trainer process asks of its environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter without torchrun's variables: the shim changes torch for a whole process."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env={})
+
+
+def test_a_process_outside_torchrun_is_refused_with_the_missing_names() -> None:
+    result = run("from occamy.training.device import prepare; prepare()")
+    assert "environment lacks RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in result.stderr
+
+
+def test_the_shim_comes_before_megatron_and_only_where_cuda_is_absent() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is there: the shim refuses before it looks at megatron")
+    code = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('m')\n"
+    code += "from occamy.training.device import install_cpu_shim; install_cpu_shim()"
+    assert "megatron.core was imported before the CPU shim" in run(code).stderr
