@@ -62,13 +62,13 @@ def sums(r: Random) -> Iterator[Document]:
     yield compose(parts)
 
 
-def echoes(r: Random) -> Iterator[Document]:
-    """Say the token before the equals sign again: the plainest use of a relative position."""
-    pool, equals, end = r.choice((_ENTITIES, _NUMBERS, _NAMES)), encode("="), encode(";")
+def alternations(r: Random) -> Iterator[Document]:
+    """Short spans of two to four tokens said again and again: looking a fixed distance back, from any token."""
+    pool = r.choice((_ENTITIES, _NUMBERS, _NAMES))
     ids: list[int] = []
     mask: list[int] = []
-    for _ in range(r.randint(6, 16)):
-        token = r.choice(pool)
-        ids += [token, *equals, token, *end]
-        mask += [0, 0, 1, 0]
+    while len(ids) < 48:
+        n, times = r.choice((2, 2, 3, 4)), r.randint(3, 5)
+        ids += [r.choice(pool) for _ in range(n)] * times
+        mask += [0] * (n + 1) + [1] * (n * times - n - 1)
     yield ids, mask

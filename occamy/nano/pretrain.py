@@ -29,17 +29,19 @@ Progress = Callable[[dict[str, float]], None]
 class PretrainConfig:
     """Size and schedule of the pretraining run (our choice, found on two cores)."""
 
-    tokens: int = 40_000_000
+    tokens: int = 26_000_000
     """Padded tokens to train on."""
     batch_tokens: int = 4096
     """Padded tokens per optimiser step."""
     width_step: int = 32
     """Batches are padded to a multiple of this many tokens, so that few matrix sizes occur and kernels are reused."""
+    drills: int = 50_000
+    """Documents of copies and alternations before the mix (about 2.5M tokens)."""
     pool_documents: int = 1600
     """Documents drawn at once and sorted by length into batches."""
     lr: float = 6e-3
     warmup_steps: int = 100
-    decay_from: float = 0.6
+    decay_from: float = 0.5
     """Share of the run after which the learning rate falls linearly to `final_factor`."""
     final_factor: float = 0.02
     balance: float = 0.01
@@ -105,7 +107,7 @@ def _factor(step: int, share: float, config: PretrainConfig) -> float:
 def _batches(config: PretrainConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless (tokens [B, T], mask [B, T]) batches; documents of like length share a batch, B*T is about constant."""
     r = Random(config.seed)
-    stream = documents(r)
+    stream = documents(r, config.drills)
     while True:
         pool = sorted((next(stream) for _ in range(config.pool_documents)), key=lambda d: len(d[0]), reverse=True)
         groups: list[tuple[int, list[Document]]] = []
@@ -190,8 +192,8 @@ def _restore(path: Path, config: PretrainConfig, weights: Weights, optimiser: Mu
 
 
 def _export(folder: Path, weights: Weights, shape: Shape, config: PretrainConfig, done: int) -> Path:
-    """Write the checkpoint in bf16 (it is small enough to ship) with tokenizer and lineage card."""
-    save_model(folder, weights, shape, torch.bfloat16)
+    """Write the checkpoint with tokenizer and lineage card."""
+    save_model(folder, weights, shape)
     save_tokenizer(folder)
     weights_digest = lineage.weights_digest(folder)
     card = lineage.LineageCard(
