@@ -19,8 +19,6 @@ SMALL = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, experts=4, e
 TINY = PretrainConfig(
     tokens=12_000, batch_tokens=1024, drills=20, pool_documents=30, save_every=4, validation_documents=4
 )
-    tokens=12_000, batch_tokens=1024, drills=20, pool_documents=30, save_every=4, validation_documents=4
-)
 
 
 def test_forward_equals_transformers(tmp_path: Path) -> None:
