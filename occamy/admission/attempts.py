@@ -82,6 +82,7 @@ def negatives(contract: TaskContract) -> list[Negative]:
     ]
     if len(writes) > 1:
         found.append(Negative("touch_only_first", gold[: writes[0] + 1], True, answer))
+        found += [Negative(f"skip_call_{k}", (*gold[:k], *gold[k + 1 :]), True, answer) for k in writes[:-1]]
     if writes:
         last = writes[-1]
         found.append(Negative("near_miss", gold[:last], True, answer, _share_without(contract, gold[last])))

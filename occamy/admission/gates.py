@@ -13,7 +13,7 @@ from occamy.admission.receipts import Reason, Refused
 from occamy.contracts.likeness import CLAUSE, task_literals
 from occamy.contracts.task import CallLogged, FieldEquals, FieldSpec, Goal, RecordCreated, Scalar, TaskContract
 from occamy.worlds.tools import fits, is_write, tool_names
-from occamy.worlds.workspace import check_path
+from occamy.worlds.workspace import check_new_path
 from occamy.worlds.world import Event, WorldError, check_spec
 
 _TOKEN = re.compile(r"\w+")
@@ -40,7 +40,7 @@ def canonical(contract: TaskContract, folder: str) -> Evidence:
     try:
         check_spec(contract.world)
         for path in contract.world.files:
-            check_path(path)
+            check_new_path(path)
     except (WorldError, ValueError) as e:
         raise Refused(Reason.invalid_world, str(e)) from e
     if meta.literals != task_literals(contract):
@@ -96,8 +96,9 @@ def reference(contract: TaskContract, gold: Attempt) -> Evidence:
         detail = f"score {gold.grade.score}, forbidden effects {list(gold.grade.forbidden)}"
         raise Refused(Reason.reference_failed, detail)
     budget = contract.meta.budget
-    if len(gold.events) > budget.tool_calls or len(gold.events) + 1 > budget.turns:
-        raise Refused(Reason.reference_failed, f"{len(gold.events)} calls outgrow {budget.turns} turns")
+    turns = len(gold.events) + 1
+    if len(gold.events) > budget.tool_calls or turns > min(budget.turns, budget.tokens) or budget.wall_seconds <= 0:
+        raise Refused(Reason.reference_failed, f"{len(gold.events)} calls outgrow the budget of {budget}")
     unreached = [k for k in contract.world.faults if k >= len(gold.events)]
     if unreached:
         raise Refused(Reason.reference_failed, f"scheduled faults {unreached} are never reached")

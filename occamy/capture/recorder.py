@@ -7,6 +7,7 @@ tokenised again.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,9 +172,12 @@ class Recorder:
     ) -> tuple[Turn, Message]:
         """Record the sampled ids. Returns the turn and the assistant message that they say, tool-call ids assigned.
 
-        Raises EngineAnswerError, and quarantines, when ids and log-probs disagree or an id is out of vocabulary.
+        Raises EngineAnswerError, and quarantines, when ids and log-probs disagree, an id is out of vocabulary, or a
+        log-prob is not finite.
         """
         step = call.step
+        if bad := next((p for p in logprobs if not math.isfinite(p)), None):
+            raise self._refuse(call, f"a log-prob is {bad}")
         try:
             self._renderer.check_vocabulary(output)
         except TemplateError as e:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,8 @@ Ids = tuple[int, ...]
 
 _MARK = "previousanswer"
 """Stands for the assistant turn before the appended messages; never reaches the token ids."""
+_BREAK = "\ufdd0"
+"""A Unicode noncharacter where text is cut before it is tokenised, so that no special token is read across it."""
 
 
 class Renderer:
@@ -36,11 +39,16 @@ class Renderer:
         if closing is None:
             raise ValueError(f"{tokenizer_dir}: closing token {self.family.closing!r} is not one token")
         self.closing_id: int = closing
+        self._special = _special_text(self._backend)
         self._appended = lru_cache(maxsize=8192)(self._render_appended)
         self._opening = lru_cache(maxsize=512)(self._render_opening)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> Ids:
-        """Return the ids of a whole prompt, generation prompt included. Used once per segment."""
+        """Return the ids of a whole prompt, generation prompt included. Used once per segment.
+
+        As in `appended` and `answer`, a special token's text inside a message is plain text: only the template may
+        speak in special tokens, so no content can forge a role.
+        """
         return self._opening(orjson.dumps([list(messages), list(tools)]))
 
     def appended(self, messages: Sequence[Message]) -> Ids:
@@ -57,8 +65,8 @@ class Renderer:
         does not render the turn after its own generation prompt.
         """
         before = [{"role": "user", "content": _MARK}]
-        head = self._template.render(before, generation_prompt=True)
-        text = self._template.render([*before, _compact(message)], generation_prompt=False)
+        head = self._render(before)
+        text = self._render([*before, _compact(message)], generation_prompt=False)
         end = text.rfind(self.family.closing)
         if not text.startswith(head) or end < len(head):
             raise TemplateError(f"family {self.family.name}: an assistant turn does not follow the generation prompt")
@@ -70,7 +78,8 @@ class Renderer:
 
     def encode(self, text: str) -> Ids:
         """Return the ids of a text, special tokens recognised, none added."""
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        parts = text.split(_BREAK)
+        return tuple(i for part in parts for i in self._backend.encode(part, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens shown."""
@@ -89,7 +98,7 @@ class Renderer:
 
     def _render_opening(self, key: bytes) -> Ids:
         messages, tools = orjson.loads(key)
-        return self.encode(self._template.render(messages, tools, generation_prompt=True))
+        return self.encode(self._render(messages, tools))
 
     def _render_appended(self, new: tuple[tuple[str, str], ...]) -> Ids:
         messages = [{"role": role, "content": content} for role, content in new]
@@ -98,12 +107,26 @@ class Renderer:
             previous: Message = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
         else:
             previous = {"role": "assistant", "content": _MARK}
-        text = self._template.render([{"role": "user", "content": "x"}, previous, *messages], generation_prompt=True)
+        text = self._render([{"role": "user", "content": "x"}, previous, *messages])
         mark = text.find(_MARK)
         end = text.find(self.family.closing, mark)
         if mark < 0 or end < 0:
             raise TemplateError(f"family {self.family.name}: roles {[r for r, _ in new]} do not follow a closed turn")
         return self.encode(text[end + len(self.family.closing) :])
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, generation_prompt: bool = True) -> str:
+        """Render with every special token's text inside messages and tools cut in two."""
+        spelled = orjson.dumps([messages, tools]).decode()
+        if self._special.search(spelled):
+            messages, tools = orjson.loads(self._special.sub(lambda start: start[0] + _BREAK, spelled))
+        return self._template.render(messages, tools, generation_prompt=generation_prompt)
+
+
+def _special_text(backend: Tokenizer) -> re.Pattern[str]:
+    """Match the first character of each special token's text. The unknown token speaks for any text, so it may stay."""
+    unknown = getattr(backend.model, "unk_token", None)
+    texts = {t.content for t in backend.get_added_tokens_decoder().values() if t.special} - {unknown}
+    return re.compile("|".join(f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in sorted(texts)) or "(?!)")
 
 
 def _compact(message: Message) -> Message:

@@ -100,17 +100,28 @@ def _messages(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise _bad("messages", "send a non-empty list")
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        if not isinstance(message, dict) or str(message.get("role")) not in _ROLES:
             raise _bad(f"messages[{i}]", f"needs a role out of {sorted(_ROLES)}")
         if message["role"] == "developer":
             message["role"] = "system"
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             message["content"] = _flatten(content, i)
-        for call in message.get("tool_calls") or ():
-            if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-                raise _bad(f"messages[{i}].tool_calls", "every call needs a function object")
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+            raise _bad(f"messages[{i}].tool_calls", "send a list of calls, each with a function's name and arguments")
     return messages
+
+
+def _is_call(call: Any) -> bool:
+    if not isinstance(call, dict) or not isinstance(call.get("id"), str | None):
+        return False
+    function = call.get("function")
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), str | dict)
+    )
 
 
 def _flatten(content: Any, index: int) -> str:

@@ -45,13 +45,13 @@ def task_literals(contract: TaskContract) -> tuple[Scalar, ...]:
 
 
 def clause_skeletons(contract: TaskContract) -> tuple[str, ...]:
-    """The clauses of a request with every literal, field, service and file name masked, in order."""
+    """The clauses of a request with every literal, field, service and file name masked, case aside, in order."""
     masks = dict.fromkeys(contract.world.services, "<service>")
     masks |= {field: "<field>" for fields in contract.world.services.values() for field in fields}
     masks |= dict.fromkeys(_paths(contract), "<file>")
     masks |= dict.fromkeys(_ids(contract) | _enum_words(contract), "<literal>")
     return tuple(
-        " ".join("<literal>" if t.isdigit() else masks.get(t, t) for t in _TOKEN.findall(clause))
+        " ".join("<literal>" if t.isdigit() else masks.get(t, t.lower()) for t in _TOKEN.findall(clause))
         for clause in contract.request.split(CLAUSE)
     )
 

@@ -51,6 +51,8 @@ def seal(
     facts: dict[str, Any] | None = None,
 ) -> Manifest:
     """Digest every file under `folder` and write its manifest atomically. Returns the manifest."""
+    for leftover in folder.glob(f".{NAME}.*.tmp"):  # of a seal that a kill cut short
+        leftover.unlink()
     files = {
         p.relative_to(folder).as_posix(): digest_file(p)
         for p in sorted(folder.rglob("*"))

@@ -45,7 +45,7 @@ def load_release(path: Path) -> Release:
     manifest = verify(path, KIND)
     tasks: list[TaskContract] = []
     for name in sorted(manifest.files):
-        if name.startswith("tasks/"):
+        if name.startswith("tasks/") and name.endswith("/contract.json"):
             try:
                 tasks.append(TaskContract.model_validate_json((path / name).read_bytes()))
             except ValidationError as e:

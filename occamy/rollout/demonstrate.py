@@ -10,6 +10,7 @@ from pathlib import Path
 
 from occamy.capture.sealed import write_sealed
 from occamy.contracts.episode import EpisodeRecord, Segment
+from occamy.contracts.lineage import tokenizer_digest
 from occamy.contracts.manifest import Counts, Manifest, SealError, seal, verify
 from occamy.contracts.record import digest
 from occamy.contracts.release import load_release
@@ -44,9 +45,11 @@ def demonstrate(
     tasks = load_release(release)
     chosen = tasks.select(pool=config.pool, split="train")[: config.limit]
     parents = {"task_release": tasks.manifest.digest()}
-    made_by = {"config": config.digest(), "seed": seed, "harness": load(config.rollout.harness).digest}
+    harness = load(config.rollout.harness)
+    tokenizer = tokenizer_digest(checkpoint)
+    made_by = digest({"config": config.digest(), "seed": seed, "harness": harness.digest, "tokenizer": tokenizer})
     if out.exists():
-        return _finished(out, parents, digest(made_by))
+        return _finished(out, parents, made_by)
     work = work if work is not None else out.with_name(f".{out.name}.work")
     teacher = OracleTeacher(config.wasteful)
     jobs = list(make_jobs(chosen, trials=config.trials, seed=seed, sampled_by="teacher", temperature=0.0, model=MODEL))
@@ -54,9 +57,10 @@ def demonstrate(
         work / "session",
         checkpoint=checkpoint,
         engine_url=None,
-        harness=load(config.rollout.harness),
+        harness=harness,
         config=config.rollout,
         teacher=teacher,
+        asked=digest([made_by, parents]),
     )
     with session:
         kept, segments, refused = _play(session, _enrolled(jobs, teacher), len(jobs), config, progress)
@@ -64,7 +68,7 @@ def demonstrate(
         raise ValueError(f"{release}: none of {len(jobs)} demonstrations succeeded ({dict(refused)}); check the tasks")
     sealed = work / "sealed"
     shutil.rmtree(sealed, ignore_errors=True)
-    facts = {"made_by": digest(made_by), "seed": seed, "quarantine": dict(sorted(refused.items()))}
+    facts = {"made_by": made_by, "seed": seed, "quarantine": dict(sorted(refused.items()))}
     write_sealed(sealed, kept, segments, kind=KIND, parents=parents, facts=facts)
     counts = Counts(raw=len(jobs), validated=len(jobs), admitted=len(kept), quarantined=len(jobs) - len(kept))
     manifest = seal(sealed, KIND, counts={KIND: counts}, parents=parents, facts=facts)

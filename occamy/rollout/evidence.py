@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from occamy.contracts.record import canonical_json
 from occamy.worlds.world import Event
 
 
@@ -42,14 +42,16 @@ class EvidenceStore:
 
     def put(self, episode_id: str, evidence: Evidence) -> None:
         """Commit the evidence of an attempt."""
-        self._db.execute("INSERT OR REPLACE INTO evidence VALUES (?, ?)", (episode_id, orjson.dumps(evidence)))
+        self._db.execute(
+            "INSERT OR REPLACE INTO evidence VALUES (?, ?)", (episode_id, canonical_json(asdict(evidence)))
+        )
 
     def get(self, episode_id: str) -> Evidence:
         """Read the evidence of an attempt. Raises KeyError naming an unknown episode."""
         row = self._db.execute("SELECT data FROM evidence WHERE episode_id = ?", (episode_id,)).fetchone()
         if row is None:
             raise KeyError(f"no evidence of episode {episode_id}; it has not finished in this folder")
-        data = orjson.loads(row[0])
+        data = json.loads(row[0])
         data["events"] = tuple(Event(**event) for event in data["events"])
         return Evidence(**{**data, "goals_met": tuple(data["goals_met"]), "forbidden": tuple(data["forbidden"])})
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from occamy.contracts.lineage import weights_digest
 from occamy.contracts.manifest import Manifest, SealError, verify
 from occamy.contracts.record import digest
 from occamy.contracts.task import TaskContract
@@ -42,11 +43,13 @@ def sample_episodes(
     jobs = list(
         make_jobs(tasks, trials=trials, seed=seed, sampled_by="policy", temperature=config.temperature, model=model)
     )
-    asked = digest({"jobs": [j.digest() for j in jobs], "config": config.digest()})
+    asked = digest(
+        {"jobs": [j.digest() for j in jobs], "config": config.digest(), "weights": weights_digest(checkpoint)}
+    )
     if out.exists():
         manifest = verify(out, kind)
         if manifest.facts.get("asked") != asked:
-            raise SealError(f"{out}: holds episodes of other tasks, model, seed or settings; choose another folder")
+            raise SealError(f"{out}: holds episodes of other tasks, weights, seed or settings; choose another folder")
         return manifest
     work = work if work is not None else out.with_name(f".{out.name}.work")
     session_folder = work / "session"
@@ -59,6 +62,7 @@ def sample_episodes(
             engine_url=engine.url,
             harness=load(config.harness),
             config=config,
+            asked=asked,
         ) as session,
     ):
         for done, result in enumerate(session.stream(jobs, config.concurrency), 1):

@@ -21,6 +21,7 @@ import aiohttp
 from occamy.capture.backends import Teacher
 from occamy.capture.sealed import write_sealed
 from occamy.capture.server import ProxyServer
+from occamy.capture.store import Store
 from occamy.contracts.episode import EpisodeRecord, Outcome, Segment
 from occamy.contracts.lineage import tokenizer_digest
 from occamy.contracts.manifest import Manifest, write_atomic
@@ -50,7 +51,8 @@ class RolloutSession:
     """Context manager that owns the recording proxy, the sandboxes and an event loop in a thread of its own.
 
     An episode whose id is finished in `folder` is returned from there and never run twice. One that was cut off by
-    a kill is run again from its beginning, and its partial capture is dropped.
+    a kill is run again from its beginning, and its partial capture is dropped. So is, when the folder is opened
+    again, one that failed on infrastructure: that says nothing about the attempt.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class RolloutSession:
         harness: ResolvedHarness,
         config: RolloutConfig,
         teacher: Teacher | None = None,
+        asked: str | None = None,
     ) -> None:
-        """`checkpoint` gives tokenizer and template. Raises SessionError when `folder` was begun with other ones."""
+        """`checkpoint` gives tokenizer and template; `asked`, a digest, tells what else decides the episodes (jobs,
+        weights). Raises SessionError when `folder` was begun with other ones."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._config = config
@@ -75,6 +79,7 @@ class RolloutSession:
             "context_limit": config.context_limit,
             "max_new_tokens": config.max_new_tokens,
             "reward_needs_completion": config.reward_needs_completion,
+            "asked": asked,
         }
         _check_identity(folder, identity)
         write_atomic(folder / "harness.json", canonical_json(harness.manifest))
@@ -103,7 +108,7 @@ class RolloutSession:
             thread.start()
             stack.callback(self._stop_loop, thread)
             self._http = self._call(_opened_http())
-            self._finished = {i: EpisodeRecord.model_validate_json(r) for i, r in self._proxy.store.finished().items()}
+            self._finished = _resumed(self._proxy.store)
             self._place = Place(self._proxy, self._harness, self._http, self._sandboxes, self._config)
             self._stack = stack.pop_all()
         return self
@@ -154,8 +159,8 @@ class RolloutSession:
         """Hold all calls, load weights into the engine, go on. Episodes in flight continue with the new version."""
         if self._engine_url is None:
             raise SessionError("this session has no engine; pass engine_url to update weights")
-        self._proxy.pause()
         try:
+            self._proxy.pause()
             self._call(_update(self._engine_url, path, version))
         finally:
             self._proxy.resume()
@@ -239,6 +244,16 @@ def _sandbox_root(folder: Path) -> Path:
     """A folder in memory that belongs to this session folder alone; what a killed session left is found by name."""
     base = _MEMORY_FOLDER if os.access(_MEMORY_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"occamy-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
+
+
+def _resumed(store: Store) -> dict[str, EpisodeRecord]:
+    """Finished episodes of an earlier session by id. Those that failed on infrastructure are dropped, to run again."""
+    records = {i: EpisodeRecord.model_validate_json(r) for i, r in store.finished().items()}
+    failed = [i for i, record in records.items() if record.outcome is Outcome.infra_failed]
+    for episode_id in failed:
+        store.discard(episode_id)
+        del records[episode_id]
+    return records
 
 
 def _check_identity(folder: Path, identity: dict[str, Any]) -> None:

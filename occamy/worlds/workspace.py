@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path, PurePosixPath
 from typing import Protocol
+
+_NAME_BYTES = 255
+"""Longest file name that common file systems take."""
+_PATH_BYTES = 1024
+"""Longest path (our choice, a quarter of Linux's limit)."""
+_PATH_PARTS = 32
+"""Deepest path (our choice)."""
 
 
 class Workspace(Protocol):
@@ -28,6 +36,21 @@ def check_path(path: str) -> str:
     return path
 
 
+def check_new_path(path: str) -> str:
+    """Return `path` when `check_path` takes it and any file system can hold it; else raise ValueError."""
+    parts = check_path(path).split("/")
+    if (
+        len(path.encode()) > _PATH_BYTES
+        or len(parts) > _PATH_PARTS
+        or any(len(p.encode()) > _NAME_BYTES for p in parts)
+    ):
+        raise ValueError(
+            f"file path of {len(path)} characters and {len(parts)} parts: use at most {_PATH_BYTES} bytes, "
+            f"{_NAME_BYTES} a part, and {_PATH_PARTS} parts"
+        )
+    return path
+
+
 def _clash(path: str) -> ValueError:
     return ValueError(f"file path {path!r}: a folder and a file cannot share a name; choose another path")
 
@@ -45,7 +68,7 @@ class MemoryWorkspace:
         return self._files[path]
 
     def write(self, path: str, text: str) -> None:
-        parents = [str(parent) for parent in PurePosixPath(check_path(path)).parents]
+        parents = [str(parent) for parent in PurePosixPath(check_new_path(path)).parents]
         if any(parent in self._files for parent in parents) or any(f.startswith(f"{path}/") for f in self._files):
             raise _clash(path)
         self._files[path] = text
@@ -77,12 +100,12 @@ class FolderWorkspace:
 
     def read(self, path: str) -> str:
         target = self._resolve(path)
-        if not target.is_file():
+        if not _is_file(target):
             raise FileNotFoundError(path)
         return target.read_bytes().decode("utf-8", errors="backslashreplace")
 
     def write(self, path: str, text: str) -> None:
-        target = self._resolve(path)
+        target = self._resolve(check_new_path(path))
         if target.is_dir() or any(p.is_file() for p in target.parents):
             raise _clash(path)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +113,7 @@ class FolderWorkspace:
 
     def remove(self, path: str) -> None:
         target = self._resolve(path)
-        if not target.is_file():
+        if not _is_file(target):
             raise FileNotFoundError(path)
         target.unlink()
 
@@ -98,6 +121,16 @@ class FolderWorkspace:
         found = (p for p in self._root.rglob("*") if p.is_file() and not p.is_symlink())
         names = (p.relative_to(self._root).as_posix() for p in found)
         return sorted(name for name in names if _is_text(name))
+
+
+def _is_file(target: Path) -> bool:
+    """Whether a file lies there; none can under a name that the file system does not take."""
+    try:
+        return target.is_file()
+    except OSError as e:
+        if e.errno == errno.ENAMETOOLONG:
+            return False
+        raise
 
 
 def _is_text(name: str) -> bool:

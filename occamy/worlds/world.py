@@ -20,6 +20,7 @@ from occamy.worlds.tools import PAGE_SIZE, arguments_fit, fits, tool_names
 from occamy.worlds.workspace import Workspace
 
 _NAME = re.compile(r"[a-z]+")
+_HORIZON = timedelta(days=365)
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -251,10 +252,14 @@ def _check_row(spec: WorldSpec, service: str, key: str, row: dict[str, Scalar]) 
 
 
 def _parse_clock(text: str) -> datetime:
+    """Read a time that says its zone (else it would mean another moment on another machine) and leaves days to run."""
     try:
-        return datetime.fromisoformat(text).astimezone(UTC)
-    except ValueError as e:
-        raise WorldError(f"clock {text!r}: write a time such as 2026-01-05T09:00:00Z") from e
+        clock = datetime.fromisoformat(text)
+        if clock.tzinfo is None:
+            raise ValueError("no time zone")
+        return clock.astimezone(UTC) + _HORIZON - _HORIZON
+    except (ValueError, OverflowError) as e:
+        raise WorldError(f"clock {text!r}: write a time such as 2026-01-05T09:00:00Z ({e})") from e
 
 
 def _decode(arguments: str | dict[str, Any]) -> dict[str, Any] | None:

@@ -60,6 +60,7 @@ def test_a_good_task_passes_five_gates_with_evidence(good: TaskContract, judged:
         "answer_without_action": 0.0,
         "guessing_text": 0.0,
         "touch_only_first": 0.25,
+        "skip_call_0": 0.75,
         "near_miss": 0.25,
         "wrong_entity": 0.0,
         "collateral": 0.0,
@@ -74,6 +75,7 @@ def test_a_good_task_passes_five_gates_with_evidence(good: TaskContract, judged:
         ({"meta": {"templates": ("set.train.0",)}}, Reason.not_canonical),
         ({"world": {"fresh_ids": ("A01",)}}, Reason.invalid_world),
         ({"world": {"files": {"../out": "x"}}}, Reason.invalid_world),
+        ({"world": {"files": {"a" * 256: "x"}}}, Reason.invalid_world),
         ({"tools": ("crm_update", "orders_get", "crm_delete")}, Reason.tool_unavailable),
         ({"tools": ("crm_update",)}, Reason.tool_unavailable),
         ({"grading": {"reference": ()}}, Reason.misaligned),
@@ -171,8 +173,9 @@ def test_a_gold_path_with_an_error_or_beyond_the_budget_is_refused(good: TaskCon
     assert (
         judged(altered(good, grading={"reference": (lost, *good.grading.reference)})).reason is Reason.reference_failed
     )
-    tight = good.meta.budget.model_copy(update={"turns": 3})
-    assert judged(altered(good, meta={"budget": tight})).reason is Reason.reference_failed
+    for tight in ({"turns": 3}, {"tool_calls": 2}, {"tokens": 3}, {"wall_seconds": 0.0}):
+        budget = good.meta.budget.model_copy(update=tight)
+        assert judged(altered(good, meta={"budget": budget})).reason is Reason.reference_failed
 
 
 def test_a_scheduled_fault_is_ridden_out(good: TaskContract, judged: Judge) -> None:
@@ -192,6 +195,12 @@ def test_a_threshold_that_half_the_work_reaches_is_refused(good: TaskContract, j
     receipt = judged(altered(good, grading={"pass_threshold": 0.25}))
     assert receipt.reason is Reason.negative_passed
     assert receipt.gates[-1].evidence["scores"]["touch_only_first"] == 0.25
+
+
+def test_a_threshold_that_leaves_out_an_early_write_is_refused(good: TaskContract, judged: Judge) -> None:
+    receipt = judged(altered(good, grading={"pass_threshold": 0.5}))
+    assert receipt.reason is Reason.negative_passed
+    assert "skip_call_0 scored 0.75" in receipt.detail
 
 
 def test_creating_and_writing_files_have_their_negatives(good: TaskContract, judged: Judge) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,16 @@ def test_a_damaged_release_is_refused_by_the_file_s_name(release: Path, damage: 
         victim.write_bytes(victim.read_bytes().replace(b'"done"', b'"Done"'))
     with pytest.raises(SealError, match="test-long-00000"):
         load_release(release)
+
+
+def test_attachments_of_a_task_are_not_taken_for_contracts(release: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(release, tmp_path / "copy")
+    note = copy / "tasks" / load_release(release).tasks[0].meta.task_id / "files" / "note.json"
+    note.parent.mkdir()
+    note.write_text("{}")
+    manifest = seal(copy, "task_release")
+    assert note.relative_to(copy).as_posix() in manifest.files
+    assert load_release(copy).tasks == load_release(release).tasks
 
 
 def test_a_sealed_file_that_is_no_contract_is_refused(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_literals_are_the_entities_and_values_that_a_task_uses() -> None:
 
 
 def test_a_skeleton_masks_names_and_values_and_keeps_the_phrasing() -> None:
-    a = task("a", "train", "set visits of crm {i} to {v} ; add 5 to visits of crm {i}", "A01", 3, 8)
+    a = task("a", "train", "Set  visits of crm {i} to {v} ; add 5 to visits of crm {i}", "A01", 3, 8)
     assert clause_skeletons(a) == (
         "set <field> of <service> <literal> to <literal>",
         "add <literal> to <field> of <service> <literal>",

@@ -125,6 +125,22 @@ def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Client) ->
         ({}, "invalid_value", "messages"),
         ({"messages": [{"role": "wizard"}]}, "invalid_value", "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "invalid_value", "messages[0].content"),
+        ({"messages": [{"role": ["user"]}]}, "invalid_value", "messages[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "invalid_value", "messages[0].tool_calls"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "x", "arguments": ""}}]}
+                ]
+            },
+            "invalid_value",
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "x"}}]}]},
+            "invalid_value",
+            "messages[1].tool_calls",
+        ),
         ({"messages": [ASK], "stream": True}, "unsupported_value", "stream"),
         ({"messages": [ASK], "n": 2}, "unsupported_value", "n"),
         ({"messages": [ASK], "tool_choice": "required"}, "unsupported_value", "tool_choice"),

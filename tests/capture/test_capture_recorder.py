@@ -328,7 +328,10 @@ def test_the_context_limit_counts_prompt_and_answer_and_changes_nothing(renderer
     assert talk.begin([*talk.history[:2], {**talk.history[2], "content": "ok"}]).prefix is Prefix.continued
 
 
-@pytest.mark.parametrize(("ids", "logprobs"), [([5, 100_000], [0.0, 0.0]), ([5, -1], [0.0, 0.0]), ([5, 6], [0.0])])
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [([5, 100_000], [0.0, 0.0]), ([5, -1], [0.0, 0.0]), ([5, 6], [0.0]), ([5, 6], [0.0, float("nan")])],
+)
 def test_an_answer_that_cannot_be_recorded_is_refused(talk: Talk, ids: list[int], logprobs: list[float]) -> None:
     with pytest.raises(EngineAnswerError, match="episode e"):
         talk.recorder.finish(talk.begin(), ids, logprobs, 0, "stop")

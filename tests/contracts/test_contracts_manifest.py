@@ -83,3 +83,10 @@ def test_digest_ignores_the_order_of_keys(value: dict[str, int | str]) -> None:
 def test_file_and_byte_digests_agree(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x" * 3_000_000)
     assert digest_file(tmp_path / "f") == digest_bytes(b"x" * 3_000_000)
+
+
+def test_what_a_killed_seal_left_behind_is_not_sealed(tmp_path: Path) -> None:
+    clean = verify(_sealed(tmp_path / "x"), "tasks")
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / ".manifest.json.4711.tmp").write_bytes(b'{"kind":')
+    assert verify(_sealed(tmp_path / "y"), "tasks").digest() == clean.digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from occamy.capture.sealed import read_sealed
 from occamy.contracts.episode import Outcome, QuarantineReason
+from occamy.contracts.manifest import SealError
 from occamy.contracts.release import load_release
 from occamy.contracts.task import TaskContract
 from occamy.engines.local.launch import launch_engine
@@ -121,14 +123,16 @@ def test_a_hung_and_a_dead_engine_fail_the_episode_on_infrastructure(
 
 
 @contextmanager
-def failing_engine() -> Iterator[tuple[str, list[str]]]:
-    """Something that speaks HTTP and answers every generation with 500."""
+def failing_engine(answer: threading.Event | None = None) -> Iterator[tuple[str, list[str]]]:
+    """Something that speaks HTTP and answers every generation with 500, and nobody before `answer` is set."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             asked.append(self.path)
+            if answer is not None:
+                answer.wait(10)
             body = b'{"error":{"message":"CUDA error"}}' if self.path == "/generate" else b"{}"
             self.send_response(500 if self.path == "/generate" else 200)
             self.send_header("Content-Length", str(len(body)))
@@ -169,6 +173,51 @@ def test_a_session_stops_when_nothing_works(release: Path, checkpoint: Path, tmp
         pytest.raises(RolloutStopped, match="3 episodes in a row failed"),
     ):
         list(one.stream(jobs_of(release, 5, trials=2), 2))
+
+
+def test_infrastructure_failures_are_run_again_in_the_next_session(
+    release: Path, checkpoint: Path, engine: str, tmp_path: Path
+) -> None:
+    config = CONFIG.model_copy(update={"infra_failure_limit": 2, "hold_seconds": 0.2})
+    jobs = jobs_of(release, 2)
+    with (
+        failing_engine() as (url, _),
+        session(tmp_path / "s", checkpoint, url, config, harness=IMPATIENT) as one,
+        pytest.raises(RolloutStopped, match="resume in"),
+    ):
+        list(one.stream(jobs, 1))
+    with session(tmp_path / "s", checkpoint, engine, harness=IMPATIENT) as one:
+        outcomes = [r.record.outcome for r in one.stream(jobs, 1)]
+        assert len(outcomes) == 2 and Outcome.infra_failed not in outcomes
+        assert len(one.records()) == 2
+
+
+def test_a_weight_update_that_finds_no_quiet_moment_holds_nobody(
+    release: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    config, answer = CONFIG.model_copy(update={"hold_seconds": 0.3}), threading.Event()
+    first, second = jobs_of(release, 2)
+    with (
+        failing_engine(answer) as (url, asked),
+        session(tmp_path / "s", checkpoint, url, config, harness=IMPATIENT) as one,
+    ):
+        thread = threading.Thread(target=lambda: list(one.stream([first], 1)))
+        thread.start()
+        while not asked:
+            thread.join(0.01)
+        with pytest.raises(TimeoutError):
+            one.update_weights(checkpoint, 1)
+        answer.set()
+        thread.join()
+        before = len(asked)
+        list(one.stream([second], 1))
+        assert "/generate" in asked[before:]
+
+
+def test_a_folder_begun_for_other_episodes_is_refused(release: Path, checkpoint: Path, tmp_path: Path) -> None:
+    session(tmp_path / "s", checkpoint, "http://127.0.0.1:9", asked="sha256:a")
+    with pytest.raises(SessionError, match="asked 'sha256:a', now 'sha256:b'"):
+        session(tmp_path / "s", checkpoint, "http://127.0.0.1:9", asked="sha256:b")
 
 
 class Restless:
@@ -232,3 +281,18 @@ def test_sample_episodes_starts_an_engine_and_is_idempotent(release: Path, check
     assert len(read_sealed(tmp_path / "out", "episodes").records) == 4
     assert sample_episodes(tasks, checkpoint, tmp_path / "out", CONFIG, **arguments) == manifest
     assert not (tmp_path / ".out.work").exists()
+
+
+def test_episodes_sampled_with_other_weights_are_not_taken_for_these(
+    release: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    tasks = load_release(release).select(pool="short")[:1]
+    arguments: dict[str, Any] = {"trials": 1, "seed": 1, "model": "random"}
+    sample_episodes(tasks, checkpoint, tmp_path / "out", CONFIG, **arguments)
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    weights = other / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-2] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(SealError, match="other tasks, weights"):
+        sample_episodes(tasks, other, tmp_path / "out", CONFIG, **arguments)

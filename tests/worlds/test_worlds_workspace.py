@@ -63,3 +63,15 @@ def test_odd_names_that_an_agent_made_are_part_of_the_state(workspace: Workspace
 def test_bytes_that_are_no_text_still_have_one(tmp_path: Path) -> None:
     (tmp_path / "raw").write_bytes(b"\xff1")
     assert FolderWorkspace(tmp_path).read("raw") == "\\xff1"
+
+
+@pytest.mark.parametrize("path", ["a" * 256, "é" * 128, "/".join(["ab"] * 400), "/".join("a" * 33)])
+def test_a_name_that_a_disk_may_not_take_is_refused_everywhere(workspace: Workspace, path: str) -> None:
+    with pytest.raises(ValueError, match="at most"):
+        workspace.write(path, "x")
+    for touch in (workspace.read, workspace.remove):
+        with pytest.raises(FileNotFoundError):
+            touch(path)
+    longest = "/".join(["é" * 127] * 4)
+    workspace.write(longest, "x")
+    assert workspace.read(longest) == "x"

@@ -169,6 +169,8 @@ def test_no_call_of_an_agent_raises(name: str, arguments: str | dict) -> None:
         ({"records": {"shop": {}}}, "shop"),
         ({"fresh_ids": ("A01",)}, "A01"),
         ({"clock": "soon"}, "soon"),
+        ({"clock": "2026-01-05T09:00:00"}, "no time zone"),
+        ({"clock": "9999-12-31T23:59:59Z"}, "9999"),
         ({"services": {"CRM": {"tier": TIER}}, "records": {}}, "CRM"),
         ({"services": {"crm": {"owner": FieldSpec(kind="ref", target="hr")}}, "records": {}}, "hr"),
     ],

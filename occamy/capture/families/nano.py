@@ -37,7 +37,7 @@ def _object_end(text: str, start: int) -> int:
         return start
     try:
         return _DECODER.raw_decode(text, start)[1]
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also numbers and nesting beyond what Python reads
         return start
 
 
