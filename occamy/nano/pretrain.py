@@ -29,7 +29,7 @@ Progress = Callable[[dict[str, float]], None]
 class PretrainConfig:
     """Size and schedule of the pretraining run (our choice, found on two cores)."""
 
-    tokens: int = 26_000_000
+    tokens: int = 16_000_000
     """Padded tokens to train on."""
     batch_tokens: int = 4096
     """Padded tokens per optimiser step."""

@@ -1,0 +1,1 @@
+"""The command line: `occamy <command>`. An error is one message that names value and fix."""

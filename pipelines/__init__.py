@@ -1,0 +1,1 @@
+"""The stages wired into DAGs, and how a DAG runs on this machine."""
