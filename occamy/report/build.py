@@ -23,9 +23,9 @@ from occamy.report.transcript import ORIGINS, Reader, SegmentView, pick, segment
 
 CURVES = (
     *("loss", "reward", "success", "steps", "tool_calls", "failed_calls", "tokens_per_episode", "segments"),
-    *("explained_variance", "value_loss", "gate_fraction", "clip_fraction", "kl", "entropy", "staleness"),
+    *("explained_variance", "loss_critic", "loss_accuracy", "loss_efficiency", "cut", "kl", "entropy", "staleness"),
 )
-"""Metrics drawn at first sight, in this order; the others stand folded away."""
+"""Metrics drawn at first sight, by the trainers' names and in this order; the others stand folded away."""
 _NOT_DRAWN = frozenset({"step", "steps_total", "epoch", "time"})
 
 

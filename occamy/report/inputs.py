@@ -17,12 +17,14 @@ from occamy.contracts.lineage import LineageCard, read_card
 from occamy.contracts.manifest import NAME as MANIFEST
 from occamy.contracts.manifest import Manifest, SealError
 from occamy.evaluation.stage import EPISODES, RESULT, read_result
-from occamy.evaluation.stage import KIND as EVALUATION
 from occamy.storage.rundir import RunDirectory, StageRecord
 from occamy.tracking.promotion import PromotionDecision
 
 PROMOTION = "promotion.json"
 """Name of the file, in any stage's folder, that holds a PromotionDecision."""
+
+METRICS = "metrics.jsonl"
+"""Name of a stage's learning curve: beside its files, its trainer's, or its exchange's (reinforcement learning)."""
 
 Curves = Sequence[Mapping[str, Any]]
 
@@ -77,7 +79,7 @@ def collect(path: Path, *, state: str = "", base: Path | None = None, mlflow: st
                 cards.append(read_card(folder))
             if (folder / MANIFEST).is_file():
                 manifests[name] = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-            if (folder / RESULT).is_file() and manifests[name].kind == EVALUATION:
+            if (folder / RESULT).is_file():
                 evaluation = read_result(folder)
                 episodes = {c: read_sealed(folder / EPISODES / c, "episodes") for c in evaluation.candidates}
             if (folder / PROMOTION).is_file():
@@ -122,7 +124,8 @@ def _stages(path: Path, notes: list[str], seconds: dict[str, float]) -> Iterator
 
 def _curves(folder: Path) -> Curves:
     """Metrics lines of a stage's folder or its trainer's; a line torn by a killed writer is left out."""
-    for file in (folder / "metrics.jsonl", *sorted(folder.glob("*/metrics.jsonl"))):
+    trainer = folder / "trainer"
+    for file in (folder / METRICS, trainer / METRICS, trainer / "exchange" / METRICS):
         if file.is_file():
             return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
     return []

@@ -13,6 +13,7 @@ from occamy.contracts.lineage import LineageCard
 from occamy.contracts.manifest import Manifest
 from occamy.evaluation.cost import episode_cost, price_sensitivity
 from occamy.evaluation.prices import PriceSnapshot
+from occamy.evaluation.summary import scored
 
 Tone = Literal["", "good", "bad"]
 POOLS: tuple[EvaluationPool, ...] = ("long", "short", "mixed")
@@ -207,8 +208,8 @@ def extremes(episodes: Mapping[str, Sealed], evaluation: EvaluationResult, count
 
 
 def sensitivity(records: Iterable[EpisodeRecord], evaluation: EvaluationResult) -> Grid:
-    """How the cost of one candidate moves when a single price is halved or raised by half."""
-    kept = list(records)
+    """How the cost of one candidate's scored episodes moves when a single price is halved or raised by half."""
+    kept = scored(records)
     prices = snapshot(evaluation)
     factor, unit = cost_unit([f.cost.mean for f in evaluation.figures])
     heads = [

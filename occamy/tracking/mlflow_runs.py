@@ -25,6 +25,8 @@ from occamy.tracking.experiment import (
 
 _BATCH = 1000
 """Metrics per log_batch call (MLflow's limit)."""
+_PARAMS = 100
+"""Params per log_batch call (MLflow's limit)."""
 _DIGEST = 36
 """Characters of a dataset digest that MLflow keeps; the whole digest is a tag beside it."""
 
@@ -157,7 +159,8 @@ def _log(
     rows = [Metric(k, v, start + step, step) for k, v, step in _points(curves)]
     rows += [Metric(k, float(v), start, 0) for k, v in metrics.items() if math.isfinite(v)]
     settings = [Param(k, str(v)) for k, v in params.items()]
-    client.log_batch(run_id, params=settings[:100])
+    for at in range(0, len(settings), _PARAMS):
+        client.log_batch(run_id, params=settings[at : at + _PARAMS])
     for at in range(0, len(rows), _BATCH):
         client.log_batch(run_id, metrics=rows[at : at + _BATCH])
 

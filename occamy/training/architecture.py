@@ -64,7 +64,7 @@ def read_architecture(checkpoint: Path) -> Architecture:
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ArchitectureError(f"{path}: rope type {rope!r} is not supported; only unscaled rotary positions are")
     heads, hidden = _need(raw, "num_attention_heads", path), _need(raw, "hidden_size", path)
-    theta = raw.get("rope_theta", rope.get("rope_theta"))
+    theta = rope.get("rope_theta", raw.get("rope_theta"))
     if theta is None:
         raise ArchitectureError(f"{path}: neither rope_theta nor rope_parameters.rope_theta is given; add one")
     return Architecture(

@@ -23,15 +23,23 @@ class StateStore:
         self.folder, self.identity, self.keep = folder, identity, keep
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after `step` optimiser steps, then drop old ones. A crash leaves earlier states untouched."""
+        """Write the state after `step` steps, then drop old ones. A crash leaves earlier states untouched.
+
+        Raises OSError naming the file when it cannot be written (a full disk); nothing half-written stays behind.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         final = self.folder / f"step-{step:08d}.pt"
         temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-        with temporary.open("wb") as f:
-            torch.save({"identity": self.identity, "rng": torch.get_rng_state(), "state": state}, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, final)
+        try:
+            with temporary.open("wb") as f:
+                torch.save({"identity": self.identity, "rng": torch.get_rng_state(), "state": state}, f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, final)
+        except (OSError, RuntimeError) as e:  # torch reports a failed write as a RuntimeError of its archive writer
+            temporary.unlink(missing_ok=True)
+            cause = e.__context__ if isinstance(e.__context__, OSError) else e
+            raise OSError(f"{final}: trainer state not written ({cause}); free disk space and start again") from e
         for old in self._complete()[: -self.keep]:
             old.unlink()
 

@@ -11,9 +11,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+
+PATIENCE = timedelta(days=1)
+"""How long ranks wait for each other: the others wait while the leader waits for a batch, which may take hours to
+sample (our choice; torch's default of 10 or 30 minutes would end them). A rank that dies is noticed by torchrun."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def prepare(threads: int = 1) -> Place:
     else:
         install_cpu_shim()
         place = Place(torch.device("cpu"), "gloo", rank, world)
-    torch.distributed.init_process_group(place.backend)
+    torch.distributed.init_process_group(place.backend, timeout=PATIENCE)
     return place
 
 

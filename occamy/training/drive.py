@@ -134,8 +134,14 @@ def _run(
             if driver.next_step <= job.config.steps:
                 driver.sample_rest(harness)
             driver.wait_for_end()
-    shutil.rmtree(job.exchange / "weights", ignore_errors=True)
+    _tidy(job)
     return read_card(job.out)
+
+
+def _tidy(job: RlJob) -> None:
+    """Remove what only an unfinished stage needs; a kill right after its card was written leaves all of it."""
+    for folder in (job.exchange / "weights", job.workplace / "states"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _finished(job: RlJob) -> LineageCard:
@@ -147,6 +153,7 @@ def _finished(job: RlJob) -> LineageCard:
         )
     if weights_digest(job.out) != card.weights_digest:
         raise FileExistsError(f"{job.out}: model.safetensors is not what its lineage card says; remove the folder")
+    _tidy(job)
     return card
 
 
@@ -182,6 +189,8 @@ class _Driver:
     on_progress: Progress | None
     _reported: int = 0
     """Metrics lines handed on."""
+    _seen: int = -1
+    """Size of the metrics at the last look: parsing all of them at every result would cost more each step."""
     _barren: int = 0
     """Batches without a valid episode before the first that has one."""
     _fruitful: bool = False
@@ -287,8 +296,9 @@ class _Driver:
             raise TrainingFailed(f"trainer ended before its last batch; read {self.job.log}")
 
     def _report(self) -> None:
-        if self.on_progress is None:
+        if self.on_progress is None or (size := self.exchange.metrics_size()) == self._seen:
             return
+        self._seen = size
         for row in self.exchange.metrics()[self._reported :]:
             self._reported += 1
             self.on_progress(row)

@@ -87,6 +87,10 @@ class Exchange:
         complete, _, _ = self._metrics.read_bytes().rpartition(b"\n")
         return [json.loads(line) for line in complete.splitlines()]
 
+    def metrics_size(self) -> int:
+        """Bytes of metrics so far: a cheap look at whether there are new lines."""
+        return self._metrics.stat().st_size if self._metrics.is_file() else 0
+
     def request_stop(self, reason: str) -> None:
         """Ask the worker to end after the step in hand."""
         write_atomic(self._stop, reason.encode())
@@ -144,11 +148,15 @@ class Exchange:
         partial = final.with_name(f".{final.name}.{os.getpid()}.tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        write(partial)
-        for path in partial.rglob("*"):
-            if path.is_file():
-                _sync(path)
-        partial.rename(final)
+        try:
+            write(partial)
+            for path in partial.rglob("*"):
+                if path.is_file():
+                    _sync(path)
+            partial.rename(final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         _sync(final.parent)
         return final
 

@@ -6,6 +6,7 @@ the normaliser of the whole global batch; gradients are summed over packs and ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -72,11 +73,19 @@ class Learner(Generic[Model]):
         loss.backward()  # type: ignore[no-untyped-call]
 
     def finish(self) -> StepFacts:
-        """Sum gradients over ranks, clip, and take one step. Raises ValueError after `total_steps` steps."""
+        """Sum gradients over ranks, clip, and take one step.
+
+        Raises FloatingPointError, with the weights untouched, when the gradient is not finite, and ValueError after
+        `total_steps` steps.
+        """
         adam = self.config
         lr = cosine_with_warmup(self.step, self.total_steps, peak=adam.lr, floor=adam.min_lr, warmup=adam.warmup_steps)
         finalize_model_grads([self._parallel])
         norm = self._clip()
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"optimiser step {self.step}: the gradient norm is {norm}; lower lr {adam.lr} or check the data"
+            )
         for group in self._optimiser.param_groups:
             group["lr"] = lr
         for parameter in self._trained:

@@ -5,6 +5,7 @@ Import it only after `occamy.training.device.prepare()`: megatron-core looks at 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,7 @@ from occamy.training.mapping import MappingError, expert_layout, to_hf, to_megat
 from occamy.training.packing import Pack
 from occamy.training.spec import layer_specs
 
-NOT_COPIED = {"model.safetensors", LINEAGE, MANIFEST}
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NOT_COPIED = {"config.json", "model.safetensors", LINEAGE, MANIFEST}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def build_model(arch: Architecture, *, aux_loss_coefficient: float = 0.0) -> Pol
         vocab_size=arch.vocab_size,
         max_sequence_length=arch.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=int(arch.rope_theta),
+        rotary_base=arch.rope_theta,
         share_embeddings_and_output_weights=arch.tie_word_embeddings,
     )
     model.to(torch.cuda.current_device())
@@ -174,18 +174,26 @@ def load_weights(model: PolicyModel, arch: Architecture, checkpoint: Path) -> No
 def export_hf(model: PolicyModel, source: Path, out: Path) -> None:
     """Write the policy's weights as a Hugging Face folder `out` (created if needed), without a lineage card.
 
-    Layout and dtypes of the tensors follow `source`, the checkpoint that the policy came from; its config, tokenizer
-    and template files are copied. Every file appears whole or not at all. Raises MappingError for a value that is not
-    finite.
+    The expert layout follows `source`, the checkpoint that the policy came from; its config, tokenizer and template
+    files are copied. Tensors keep the dtype in which they train and config.json says it, whatever `source` is stored
+    in: an engine that serves `out` samples from exactly the weights that go on training. Every file appears whole or
+    not at all. Raises MappingError for a value that is not finite.
     """
     arch = read_architecture(source)
     with safe_open(source / "model.safetensors", "pt") as f:
-        dtypes = {name: f.get_slice(name).get_dtype() for name in f.keys()}  # noqa: SIM118 - not a mapping
+        layout = expert_layout(f.keys())
     state = {name: p for name, p in model.state_dict().items() if isinstance(p, Tensor)}
-    tensors = to_hf(state, arch, expert_layout(dtypes))
-    tensors = {name: t.to("cpu", _DTYPES[dtypes[name]]).contiguous().clone() for name, t in tensors.items()}
+    tensors = {name: t.cpu().contiguous().clone() for name, t in to_hf(state, arch, layout).items()}
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.name not in NOT_COPIED:
             write_atomic(out / path.name, path.read_bytes())
+    write_atomic(out / "config.json", _config(source, next(model.parameters()).dtype))
     write_atomic(out / "model.safetensors", save(tensors, {"format": "pt"}))
+
+
+def _config(source: Path, dtype: torch.dtype) -> bytes:
+    """The config.json of `source`, saying `dtype`."""
+    raw = json.loads((source / "config.json").read_bytes())
+    key = "torch_dtype" if "torch_dtype" in raw else "dtype"  # transformers before 5 has the first name
+    return (json.dumps(raw | {key: str(dtype).removeprefix("torch.")}, indent=2) + "\n").encode()

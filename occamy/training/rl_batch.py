@@ -114,23 +114,27 @@ def _refused_tokens(experience: Experience, version: int, max_staleness: int, ma
 
 
 def batch_metrics(records: Sequence[EpisodeRecord], batch: AdmittedBatch, version: int) -> dict[str, float]:
-    """Figures of one batch that no gradient is needed for. Means are over admitted episodes, each counted once."""
+    """Figures of one batch that no gradient is needed for.
+
+    Means are over admitted episodes, each counted once; without any they are left out, for they are not zero.
+    """
     kept = [e.record for e in batch.experiences]
-
-    def mean(values: Sequence[float]) -> float:
-        return float(np.mean(values)) if values else 0.0
-
-    return {
+    failed = sum(r.outcome is Outcome.infra_failed for r in records)
+    values: dict[str, list[float]] = {
+        "reward": [r.reward for r in kept],
+        "success": [float(r.success) for r in kept],
+        "steps": [r.steps for r in kept],
+        "tool_calls": [r.tool_calls for r in kept],
+        "failed_calls": [r.failed_calls for r in kept],
+        "segments": [len(e.sequences) for e in batch.experiences],
+        "tokens_per_episode": [e.policy_tokens for e in batch.experiences],
+        "staleness": [version - r.version_min for r in kept],
+    }
+    counts = {
         "episodes": float(len(records)),
         "admitted": float(len(kept)),
-        "infra_failed_rate": mean([float(r.outcome is Outcome.infra_failed) for r in records]),
-        "reward": mean([r.reward for r in kept]),
-        "success": mean([float(r.success) for r in kept]),
-        "steps": mean([r.steps for r in kept]),
-        "tool_calls": mean([r.tool_calls for r in kept]),
-        "failed_calls": mean([r.failed_calls for r in kept]),
-        "segments": mean([len(e.sequences) for e in batch.experiences]),
         "tokens": float(batch.policy_tokens),
-        "tokens_per_episode": mean([e.policy_tokens for e in batch.experiences]),
-        "staleness": mean([version - r.version_min for r in kept]),
-    } | {f"refused_{reason}": float(n) for reason, n in batch.refused.items()}
+        "infra_failed_rate": failed / max(len(records), 1),
+    }
+    means = {name: float(np.mean(x)) for name, x in values.items() if x}
+    return counts | means | {f"refused_{reason}": float(n) for reason, n in batch.refused.items()}

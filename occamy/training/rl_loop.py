@@ -149,11 +149,14 @@ class RlTrainer:
             max_length=config.pack_tokens,
         )
         metrics = batch_metrics(sealed.records, batch, version) | {"steps_total": config.steps}
-        if metrics["segments"] > SEGMENTS_WARNING:
+        if metrics.get("segments", 0.0) > SEGMENTS_WARNING:
             logger.warning("step %d: %.2f segments per episode share one reward", step, metrics["segments"])
-        rows, figures = self._algorithm.rows(batch, step)
         rng = np.random.default_rng([self._job.seed, step])
-        figures |= improve(self._learner, self._algorithm, rows, config, self._place, rng)
+        try:
+            rows, figures = self._algorithm.rows(batch, step)
+            figures |= improve(self._learner, self._algorithm, rows, config, self._place, rng)
+        except FloatingPointError as e:
+            raise ValueError(f"step {step}, batch {folder}: {e}") from e
         for name, value in figures.items():
             if not math.isfinite(value):
                 raise ValueError(f"step {step}: {name} is {value}; lower lr {config.optimiser.lr} or check {folder}")

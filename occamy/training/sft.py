@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -108,4 +109,5 @@ def _finished(job: SFTJob) -> LineageCard:
         )
     if weights_digest(job.out) != card.weights_digest:
         raise FileExistsError(f"{job.out}: model.safetensors is not what its lineage card says; remove the folder")
+    shutil.rmtree(job.workplace / "states", ignore_errors=True)  # a kill right after the card was written leaves them
     return card

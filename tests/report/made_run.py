@@ -116,8 +116,9 @@ def _checkpoint(run: RunDirectory, name: str, made: dict[str, Manifest], random:
     write_card(folder, card)
     if stage in ("sft", "hdpo", "sao"):
         rows = [_metrics(step, stage, long, turns, random) for step in range(1, 41)]
-        (folder / "trainer").mkdir()
-        (folder / "trainer" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        place = folder / "trainer" if stage == "sft" else folder / "trainer" / "exchange"
+        place.mkdir(parents=True)
+        (place / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     if name != "base":
         _finish(run, name, own, 95.0 if stage != "merge" else 0.7)
 

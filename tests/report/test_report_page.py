@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from occamy.contracts.episode import QuarantineReason
 from occamy.report import tables
 from occamy.report.build import render
-from occamy.report.inputs import ReportInputs
+from occamy.report.inputs import ReportInputs, collect
 
 SIX = ("base", "marathon-sft", "marathon", "sprint", "soup", "sao")
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -40,6 +41,36 @@ class Balanced(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open[-1:] != ["style"]:
             self.words.append(data)
+
+
+def test_curves_are_found_where_each_trainer_writes_them(whole: ReportInputs) -> None:
+    lengths = {stage: len(rows) for stage, rows in whole.curves.items()}
+    assert lengths == {"marathon-sft": 40, "marathon": 40, "sprint": 40, "sao": 40}
+
+
+def test_the_curves_shown_first_go_by_the_trainers_names() -> None:
+    from occamy.report.build import CURVES
+
+    written = {"loss", "reward", "success", "steps", "tool_calls", "failed_calls", "tokens_per_episode", "segments"}
+    written |= {"explained_variance", "loss_critic", "loss_accuracy", "loss_efficiency", "cut", "kl", "entropy"}
+    assert set(CURVES) == written | {"staleness"}
+
+
+def test_an_evaluation_without_its_manifest_becomes_a_note(gather: Callable[..., ReportInputs], tmp_path: Path) -> None:
+    gather(tmp_path / "run")
+    (tmp_path / "run" / "stages" / "evaluation" / "manifest.json").unlink()
+    inputs = collect(tmp_path / "run")
+    assert inputs.evaluation is None
+    assert any("evaluation" in note and "no manifest.json" in note for note in inputs.notes)
+
+
+def test_price_sensitivity_leaves_out_what_was_not_scored(whole: ReportInputs) -> None:
+    assert whole.evaluation is not None
+    records = whole.episodes["sao"].records
+    failed = [
+        r.model_copy(update={"quarantine": QuarantineReason.infra_failed, "input_tokens": 10**9}) for r in records[:1]
+    ]
+    assert tables.sensitivity([*records, *failed], whole.evaluation) == tables.sensitivity(records, whole.evaluation)
 
 
 def test_a_finished_run_shows_every_section_and_candidate(page: Path) -> None:
@@ -87,7 +118,7 @@ def test_damage_becomes_a_note(gather: Callable[..., ReportInputs], made_run, tm
     run = made_run.make_run(tmp_path / "run")
     (run.stage("evaluation") / "evaluation.json").write_text("{}")
     (run.stage("marathon") / "lineage.json").write_text("torn")
-    with (run.stage("sao") / "trainer" / "metrics.jsonl").open("a") as f:
+    with (run.stage("sao") / "trainer" / "exchange" / "metrics.jsonl").open("a") as f:
         f.write('{"step": 41, "rew')
     inputs = collect(run.path)
     assert inputs.evaluation is None

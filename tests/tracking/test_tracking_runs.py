@@ -92,6 +92,13 @@ def test_stages_nest_under_the_pipeline_with_curves(experiment: Experiment) -> N
     assert set(stage.data.metrics) == {"loss", "seconds"}
 
 
+def test_more_params_than_one_call_takes_are_all_logged(experiment: Experiment) -> None:
+    params = {f"p{i:03d}": i for i in range(130)}
+    run = log_stage(experiment, "run-1", "many", params=params)
+    assert run.problem == ""
+    assert experiment.client().get_run(run.id).data.params == {k: str(v) for k, v in params.items()}
+
+
 def test_long_curves_go_in_several_batches(experiment: Experiment) -> None:
     curves = [{"step": s, "a": s, "b": -s} for s in range(700)]
     run = log_stage(experiment, "run-1", "sao", curves=curves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,20 @@ def test_states_of_other_inputs_and_halves_are_discarded(tmp_path: Path) -> None
     assert other.restore() is None
     other.discard_foreign()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_named_and_leaves_the_earlier_state_alone(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, "run-a")
+    store.save(1, {"weight": torch.zeros(2)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))  # writes beyond it fail as on a full disk
+    try:
+        with pytest.raises(OSError, match=r"step-00000002\.pt: trainer state not written .*free disk space"):
+            store.save(2, {"weight": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.pt"]
+    assert store.restore() is not None
 
 
 def test_random_state_comes_back(tmp_path: Path) -> None:

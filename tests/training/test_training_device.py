@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -26,3 +28,10 @@ def test_the_shim_comes_before_megatron_and_only_where_cuda_is_absent() -> None:
     code = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('m')\n"
     code += "from occamy.training.device import install_cpu_shim; install_cpu_shim()"
     assert "megatron.core was imported before the CPU shim" in run(code).stderr
+
+
+def test_ranks_outwait_a_batch_that_takes_hours_to_sample(trainer: Any) -> None:
+    import torch
+
+    group = torch.distributed.distributed_c10d._get_default_group()
+    assert group._get_backend(torch.device("cpu")).options._timeout >= timedelta(hours=12)

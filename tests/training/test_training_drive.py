@@ -75,9 +75,19 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_release(tmp_path_factory.mktemp("release"))
 
 
+@pytest.fixture
+def deep_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes so deep that the longest path a task may use passes the system's limit of 4,096 bytes."""
+    folder = tmp_path
+    while len(str(folder)) < 3300:
+        folder /= "d" * 200
+    folder.mkdir(parents=True)
+    monkeypatch.setattr("occamy.rollout.session._MEMORY_FOLDER", folder)
+
+
 def unservable(task: TaskContract) -> TaskContract:
-    """No file system takes this workspace: every attempt fails for infrastructure reasons."""
-    world = task.world.model_copy(update={"files": {"n" * 300: "x"}})
+    """Deep sandboxes cannot take this workspace: every attempt fails for infrastructure reasons."""
+    world = task.world.model_copy(update={"files": {"/".join(["n" * 200] * 5): "x"}})
     return task.model_copy(update={"world": world})
 
 
@@ -123,7 +133,11 @@ def test_a_stage_killed_with_all_its_processes_loses_and_repeats_nothing(
         assert all(r.episode_id == f"rl-s{step:05d}-{r.task_id}-{r.trial}" for r in records)
         assert {r.version_max for r in records} | {r.version_min for r in records} == {max(0, step - 2)}
     again: list[dict[str, Any]] = []
+    leftovers = [out / "trainer" / "states", out / "trainer" / "exchange" / "weights" / "00003"]
+    for folder in leftovers:  # as a kill right after the card was written leaves them
+        folder.mkdir(parents=True)
     assert run(init, release, out, on_progress=again.append) == card and again == []
+    assert not any(folder.exists() for folder in leftovers)
     with pytest.raises(FileExistsError, match="made from other inputs"):
         run(init, release, out, seed=6)
 
@@ -150,6 +164,7 @@ def test_sao_takes_one_episode_per_task_and_keeps_what_a_killed_driver_had_sampl
     assert rows[0]["updates"] == 0  # the first step trains the critic alone
 
 
+@pytest.mark.usefixtures("deep_sandboxes")
 def test_an_always_failing_task_is_retried_a_bounded_number_of_times(init: Path, tmp_path: Path) -> None:
     """R7: its group drops out, the stage goes on."""
     release = make_release(tmp_path / "release", lambda index, task: unservable(task) if index < 3 else task)
@@ -165,6 +180,7 @@ def test_an_always_failing_task_is_retried_a_bounded_number_of_times(init: Path,
     assert sum(row["admitted"] for row in rows) == 6 * 4
 
 
+@pytest.mark.usefixtures("deep_sandboxes")
 def test_a_stage_in_which_nothing_ever_succeeds_gives_up(init: Path, tmp_path: Path) -> None:
     release = make_release(tmp_path / "release", lambda _, task: unservable(task))
     config = HDPO.model_copy(update={"dead_steps": 2, "tasks_per_step": 2, "group": 2})

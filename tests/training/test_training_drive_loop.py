@@ -221,7 +221,26 @@ def test_a_batch_without_valid_episodes_is_an_idle_step(
         empty = batch_of(1, np.zeros((4, 2), int), np.zeros((4, 2)), 0, **facts)
         row = RlTrainer(job, trainer, exchange).advance(exchange.publish_batch(1, empty))
         assert (row["admitted"], row["infra_failed_rate"], row["updates"]) == (0, 1, 0)
+        assert not {"reward", "success", "steps", "segments", "staleness"} & row.keys()  # nothing was scored: not zero
         assert weights_digest(exchange.weights(1) or tmp_path) == weights_digest(base)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_loss_that_is_not_finite_stops_at_its_step_and_publishes_nothing(
+    name: str, trainer: Any, base: Path, fixed_batches: Callable[[Exchange], None], batch_of: Any, tmp_path: Path
+) -> None:
+    from occamy.training.rl_loop import RlTrainer
+
+    job = make_job(base, tmp_path, CONFIGS[name].model_copy(update={"save_every": 1}))
+    exchange = Exchange(job.exchange)
+    loop = RlTrainer(job, trainer, exchange)
+    answers, logprobs = np.arange(16).reshape(8, 2) * 2, np.full((8, 2), -4.0, np.float32)
+    loop.advance(exchange.publish_batch(1, batch_of(1, answers, logprobs, 0)))
+    logprobs[3, 1] = np.nan
+    with pytest.raises(ValueError, match=r"step 2"):
+        loop.advance(exchange.publish_batch(2, batch_of(2, answers, logprobs, 1)))
+    assert exchange.weights(2) is None and [row["step"] for row in exchange.metrics()] == [1]
+    assert RlTrainer(job, trainer, exchange).step == 1  # the state of the good step is what a new run starts from
 
 
 def test_worker_stops_waiting_when_asked_or_when_its_driver_is_gone(trainer: Any, tmp_path: Path) -> None:

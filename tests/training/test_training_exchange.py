@@ -26,6 +26,7 @@ def test_folders_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         exchange.publish_batch(1, broken)
     assert exchange.batch(1) is None
+    assert list((tmp_path / "batches").iterdir()) == []  # a half batch would go on filling the disk
     batch = exchange.publish_batch(1, _write("whole"))
     assert batch == tmp_path / "batches" / "00001" == exchange.batch(1)
     assert (batch / "data").read_text() == "whole"

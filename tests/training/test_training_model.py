@@ -61,6 +61,7 @@ def reference_logits(checkpoint: Path, row: Pack) -> Tensor:
         ("qwen3", {"tie_word_embeddings": False}),
         ("llama", {}),
         ("llama", {"num_key_value_heads": 4, "head_dim": 8}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 2.9}}),
     ],
 )
 def test_logits_agree_with_transformers(
@@ -184,6 +185,21 @@ def test_frozen_parameters_stay_and_bad_patterns_are_refused(make_checkpoint: Ca
         Learner(load_hf(make_checkpoint("llama")), OptimiserConfig(), 1, ("vision.*",))
     with pytest.raises(ValueError, match="leave nothing to train"):
         Learner(load_hf(make_checkpoint("llama")), OptimiserConfig(), 1, ("*",))
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(make_checkpoint: Callable[..., Path]) -> None:
+    from occamy.training.learner import Learner
+    from occamy.training.model import load_hf
+
+    learner = Learner(load_hf(make_checkpoint("llama")), OptimiserConfig(lr=1e-2), 2)
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    for spoilt in (float("nan"), float("inf")):
+        learner.begin()
+        learner.backward(learner.model(pack([sequence(1, 20)])).logprobs.sum() * spoilt)
+        with pytest.raises(FloatingPointError, match=r"optimiser step 0: the gradient norm is .*lower lr 0\.01"):
+            learner.finish()
+    assert learner.step == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
 
 
 def test_load_balancing_loss_enters_once_per_step(make_checkpoint: Callable[..., Path]) -> None:

@@ -68,8 +68,10 @@ def test_a_finished_checkpoint_is_returned_at_once_and_other_inputs_are_refused(
     finished: Path, base: Path, data: Path
 ) -> None:
     seen: list[dict[str, Any]] = []
+    (finished / "trainer" / "states").mkdir()  # as a kill right after the card was written leaves it
     assert run(base, data, finished, on_progress=seen.append) == read_card(finished)
     assert seen == []
+    assert not (finished / "trainer" / "states").exists()
     with pytest.raises(FileExistsError, match=r"long-sft.*seed 7"):
         run(base, data, finished, seed=8)
 
@@ -110,6 +112,14 @@ def trainer_of(parent: int) -> int:
 def test_two_ranks_follow_the_same_loss_curve_as_one(finished: Path, base: Path, data: Path, tmp_path: Path) -> None:
     run(base, data, tmp_path / "two", CONFIG.model_copy(update={"processes": 2}))
     assert losses(tmp_path / "two") == pytest.approx(losses(finished), abs=1e-5)
+
+
+def test_divergence_stops_at_its_step_and_writes_no_checkpoint(base: Path, data: Path, tmp_path: Path) -> None:
+    wild = OptimiserConfig(lr=1e38, min_lr=0.0, warmup_steps=0)
+    with pytest.raises(TrainingFailed, match=r"optimiser step 1: the gradient norm is nan; lower lr 1e\+38"):
+        run(base, data, tmp_path / "out", CONFIG.model_copy(update={"optimiser": wild}))
+    assert len(losses(tmp_path / "out")) == 1  # the one good step
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.usefixtures("trainer")
