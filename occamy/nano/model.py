@@ -152,7 +152,7 @@ def _experts(w: Weights, p: str, x: Tensor, k: int, dtype: torch.dtype) -> tuple
     share = torch.cat([top.flatten(), top.new_zeros(1)]).index_select(0, slots)
     up, down = w[p + "experts.gate_up_proj"], w[p + "experts.down_proj"]
     outs = []
-    for e, xe in enumerate(x.index_select(0, source).split(sizes)):
+    for e, xe in enumerate(torch.split(x.index_select(0, source), sizes)):
         if len(xe):
             gate, value = _linear(xe, up[e], dtype).chunk(2, -1)
             outs.append(_linear(F.silu(gate) * value, down[e], dtype))

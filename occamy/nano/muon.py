@@ -19,7 +19,8 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         s = x @ x.transpose(-1, -2)
         x = a * x + (b * s + c * s @ s) @ x
-    return x.transpose(-1, -2) if tall else x
+    result: Tensor = x.transpose(-1, -2) if tall else x
+    return result
 
 
 class Muon:

@@ -80,7 +80,7 @@ def pretrain(
     while done < config.tokens:
         tokens, mask = next(batches)
         loss = _loss(weights, shape, tokens, mask, tables, config)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimiser.step(_factor(step, done / config.tokens, config))
         step, done, fresh = step + 1, done + tokens.numel(), fresh + tokens.numel()
         losses.append(loss.item())
