@@ -19,7 +19,7 @@ from occamy.contracts.record import digest
 from occamy.nano.documents import Document
 from occamy.nano.model import Shape, Weights, forward, init_weights, rope_tables, save_model
 from occamy.nano.muon import Muon
-from occamy.nano.streams import STREAMS, documents
+from occamy.nano.streams import STREAMS, documents, rehearsed_documents
 from occamy.nano.tokenizer import save_tokenizer
 
 Progress = Callable[[dict[str, float]], None]
@@ -40,6 +40,11 @@ class PretrainConfig:
     pool_documents: int = 1600
     """Documents drawn at once and sorted by length into batches."""
     lr: float = 6e-3
+    rehearsal_tokens: int = 7_000_000
+    """Padded tokens of the second phase: harder episodes of uneven quality."""
+    rehearsal_lr: float = 3e-3
+    careless: float = 0.5
+    """Share of careless episodes in the second phase."""
     warmup_steps: int = 100
     decay_from: float = 0.5
     """Share of the run after which the learning rate falls linearly to `final_factor`."""
@@ -68,55 +73,84 @@ def pretrain(
     weights = {k: v.requires_grad_() for k, v in init_weights(shape, config.seed).items()}
     optimiser = Muon(weights, lr=config.lr)
     tables = rope_tables(shape, shape.positions)
-    step = done = 0
     snapshot = out / "snapshot.pt"
-    if snapshot.exists():
-        step, done = _restore(snapshot, config, weights, optimiser)
-    batches = _batches(config)
-    for _ in range(step):
-        next(batches)
+    resumed = _restore(snapshot, config, weights, optimiser) if snapshot.exists() else _Place(0, 0, 0)
     validation = _validation_sets(config)
-    started, fresh, losses = time.monotonic(), 0, list[float]()
-    while done < config.tokens:
-        tokens, mask = next(batches)
-        loss = _loss(weights, shape, tokens, mask, tables, config)
-        torch.autograd.backward(loss)
-        optimiser.step(_factor(step, done / config.tokens, config))
-        step, done, fresh = step + 1, done + tokens.numel(), fresh + tokens.numel()
-        losses.append(loss.item())
-        if step % config.save_every == 0 or done >= config.tokens:
-            figures = {"step": step, "tokens": done, "loss": sum(losses) / len(losses)}
-            figures["tokens_per_second"] = fresh / (time.monotonic() - started)
-            figures |= {f"accuracy.{k}": _accuracy(weights, shape, v, tables) for k, v in validation.items()}
-            losses.clear()
-            with (out / "metrics.jsonl").open("a") as f:
-                f.write(json.dumps(figures) + "\n")
-            if on_progress:
-                on_progress(figures)
-            _snapshot(snapshot, config, weights, optimiser, step, done)
-    return _export(out / "base", weights, shape, config, done)
+    for number, phase in enumerate(_phases(config)):
+        if number < resumed.phase:
+            continue
+        step, done = (resumed.step, resumed.done) if number == resumed.phase else (0, 0)
+        batches = _batches(phase, config)
+        for _ in range(step):
+            next(batches)
+        optimiser.lr = phase.lr
+        started, fresh, losses = time.monotonic(), 0, list[float]()
+        while done < phase.tokens:
+            tokens, mask = next(batches)
+            loss = _loss(weights, shape, tokens, mask, tables, config)
+            torch.autograd.backward(loss)
+            optimiser.step(_factor(step, done / phase.tokens, phase.decay_from, config))
+            step, done, fresh = step + 1, done + tokens.numel(), fresh + tokens.numel()
+            losses.append(loss.item())
+            if step % config.save_every == 0 or done >= phase.tokens:
+                figures = {"phase": number, "step": step, "tokens": done, "loss": sum(losses) / len(losses)}
+                figures["tokens_per_second"] = fresh / (time.monotonic() - started)
+                figures |= {f"accuracy.{k}": _accuracy(weights, shape, v, tables) for k, v in validation.items()}
+                losses.clear()
+                with (out / "metrics.jsonl").open("a") as f:
+                    f.write(json.dumps(figures) + "\n")
+                if on_progress:
+                    on_progress(figures)
+                _snapshot(snapshot, config, weights, optimiser, _Place(number, step, done))
+    return _export(out / "base", weights, shape, config)
 
 
-def _factor(step: int, share: float, config: PretrainConfig) -> float:
+@dataclass(frozen=True)
+class _Phase:
+    tokens: int
+    lr: float
+    decay_from: float
+    dice: Random
+    stream: Iterator[Document]
+    """Draws from `dice`, as does the order of batches."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How far a run came."""
+
+    phase: int
+    step: int
+    done: int
+
+
+def _phases(config: PretrainConfig) -> list[_Phase]:
+    """The mix of streams, then rehearsals with a learning rate that falls from the start."""
+    first, second = Random(config.seed), Random(f"rehearsal-{config.seed}")
+    return [
+        _Phase(config.tokens, config.lr, config.decay_from, first, documents(first, config.drills)),
+        _Phase(config.rehearsal_tokens, config.rehearsal_lr, 0.0, second, rehearsed_documents(second, config.careless)),
+    ]
+
+
+def _factor(step: int, share: float, decay_from: float, config: PretrainConfig) -> float:
     warm = min(1.0, (step + 1) / config.warmup_steps)
-    if share < config.decay_from:
+    if share < decay_from:
         return warm
-    return warm * max(config.final_factor, (1 - share) / (1 - config.decay_from))
+    return warm * max(config.final_factor, (1 - share) / (1 - decay_from))
 
 
-def _batches(config: PretrainConfig) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(phase: _Phase, config: PretrainConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless (tokens [B, T], mask [B, T]) batches; documents of like length share a batch, B*T is about constant."""
-    r = Random(config.seed)
-    stream = documents(r, config.drills)
     while True:
-        pool = sorted((next(stream) for _ in range(config.pool_documents)), key=lambda d: len(d[0]), reverse=True)
+        pool = sorted((next(phase.stream) for _ in range(config.pool_documents)), key=lambda d: len(d[0]), reverse=True)
         groups: list[tuple[int, list[Document]]] = []
         while pool:
             width = -(-len(pool[0][0]) // config.width_step) * config.width_step
             rows = max(1, config.batch_tokens // width)
             groups.append((width, pool[:rows]))
             pool = pool[rows:]
-        r.shuffle(groups)
+        phase.dice.shuffle(groups)
         for width, group in groups:
             yield _pad(group, width, max(1, config.batch_tokens // width))
 
@@ -165,20 +199,19 @@ def _accuracy(w: Weights, shape: Shape, batch: tuple[Tensor, Tensor], tables: tu
     return float((logits.argmax(-1) == targets).float().mean())
 
 
-def _snapshot(path: Path, config: PretrainConfig, weights: Weights, optimiser: Muon, step: int, done: int) -> None:
+def _snapshot(path: Path, config: PretrainConfig, weights: Weights, optimiser: Muon, place: _Place) -> None:
     state = {
         "config": asdict(config),
         "weights": {k: v.detach() for k, v in weights.items()},
         "optimiser": optimiser.state_dict(),
-        "step": step,
-        "done": done,
+        "place": asdict(place),
     }
     temporary = path.with_suffix(".tmp")
     torch.save(state, temporary)
     os.replace(temporary, path)
 
 
-def _restore(path: Path, config: PretrainConfig, weights: Weights, optimiser: Muon) -> tuple[int, int]:
+def _restore(path: Path, config: PretrainConfig, weights: Weights, optimiser: Muon) -> _Place:
     state = torch.load(path, weights_only=True)
     if state["config"] != asdict(config):
         raise ValueError(
@@ -188,10 +221,10 @@ def _restore(path: Path, config: PretrainConfig, weights: Weights, optimiser: Mu
         for name, tensor in state["weights"].items():
             weights[name].copy_(tensor)
     optimiser.load_state_dict(state["optimiser"])
-    return int(state["step"]), int(state["done"])
+    return _Place(**state["place"])
 
 
-def _export(folder: Path, weights: Weights, shape: Shape, config: PretrainConfig, done: int) -> Path:
+def _export(folder: Path, weights: Weights, shape: Shape, config: PretrainConfig) -> Path:
     """Write the checkpoint with tokenizer and lineage card."""
     save_model(folder, weights, shape)
     save_tokenizer(folder)
@@ -205,7 +238,6 @@ def _export(folder: Path, weights: Weights, shape: Shape, config: PretrainConfig
         tokenizer_digest=lineage.tokenizer_digest(folder),
         weights_digest=weights_digest,
         facts={
-            "tokens": done,
             "parameters": sum(p.numel() for p in weights.values()),
             "streams": {name: share for name, (_, share) in STREAMS.items()},
             "config": asdict(config),

@@ -32,6 +32,7 @@ class _Step:
     call: str
     observation: str
     write: str = ""  # what a summary says of it, if it changed something
+    slip: _Step | None = None  # a likely mistake in its place: the other branch, a sum off by a little, another field
 
 
 @dataclass
@@ -116,6 +117,10 @@ def _update(service: str, id_: str, name: str, value: Value) -> _Step:
     return _Step(f'{service}_update{{"id":"{id_}","{name}":{dump(value)}}}', "ok", f"{id_}.{name}={value};")
 
 
+def _file_write(path: str, value: Value) -> _Step:
+    return _Step(f'file_write{{"path":"{path}","text":"{value}"}}', "ok", f"{path}={value};")
+
+
 def _path(r: Random, store: _Store, service: str, id_: str) -> tuple[str, str, str, list[_Step]] | None:
     """Choose how the target is said: (wording, service, id, calls that find it). None when it cannot be said."""
     way = r.choices(("direct", "cross", "chain", "found", "named"), (0.42, 0.22, 0.1, 0.14, 0.12))[0]
@@ -147,7 +152,10 @@ def _path(r: Random, store: _Store, service: str, id_: str) -> tuple[str, str, s
     return here, service, id_, []
 
 
-def _goal(r: Random, store: _Store, waste: float) -> tuple[str, list[_Step]] | None:
+_KINDS = {"set": 0.4, "cond": 0.18, "copy": 0.14, "add": 0.16, "report": 0.12}
+
+
+def _goal(r: Random, store: _Store, waste: float, kinds: dict[str, float]) -> tuple[str, list[_Step]] | None:
     """Draw one goal: its wording and the calls that reach it. None when this draw does not fit the store."""
     origin = r.choice(list(store.schema))
     start = _pick(r, store, origin)
@@ -160,7 +168,7 @@ def _goal(r: Random, store: _Store, waste: float) -> tuple[str, list[_Step]] | N
         return None
     target, service, id_, steps = path
     row = store.rows[service][id_]
-    kind = r.choices(("set", "cond", "copy", "add", "report"), (0.4, 0.18, 0.14, 0.16, 0.12))[0]
+    kind = r.choices(list(kinds), list(kinds.values()))[0]
     find = list(steps)
     if kind == "set":
         goal = _set_goal(r, store, target, service, id_)
@@ -174,12 +182,16 @@ def _goal(r: Random, store: _Store, waste: float) -> tuple[str, list[_Step]] | N
             return None
         name, amount = r.choice(numbers), r.randint(1, 15)
         after = int(row[name]) + amount
-        goal = phrases.add(r, target, name, amount), [_get(store, service, id_), _update(service, id_, name, after)]
+        write = _update(service, id_, name, after)
+        write.slip = _update(service, id_, name, after + (1, -1, 2)[amount % 3])
+        goal = phrases.add(r, target, name, amount), [_get(store, service, id_), write]
     else:
         if not store.files:
             return None
         name, file = r.choice(list(row)), store.files.pop()
-        write = _Step(f'file_write{{"path":"{file}","text":"{row[name]}"}}', "ok", f"{file}={row[name]};")
+        fields = list(row)
+        write = _file_write(file, row[name])
+        write.slip = _file_write(file, row[fields[fields.index(name) - 1]])
         goal = phrases.report(r, target, name, file), [_get(store, service, id_), write]
     if goal is None:
         return None
@@ -228,7 +240,9 @@ def _cond_goal(r: Random, store: _Store, target: str, service: str, id_: str) ->
     no = _new_value(r, store, service, name, row[name], yes)
     value = yes if row[tested] == asked else no
     text = phrases.conditional(r, target, tested, asked, name, str(yes), str(no))
-    return text, [_get(store, service, id_), _update(service, id_, name, value)]
+    write = _update(service, id_, name, value)
+    write.slip = _update(service, id_, name, no if value == yes else yes)
+    return text, [_get(store, service, id_), write]
 
 
 def _copy_goal(r: Random, store: _Store, target: str, service: str, id_: str) -> tuple[str, list[_Step]] | None:
@@ -269,29 +283,62 @@ def _header(r: Random, store: _Store) -> str:
     return "<tools>" + "".join(lines) + ("file;" if uses_files or r.random() < 0.6 else "")
 
 
-def transcripts(r: Random) -> Iterator[Document]:
-    """One episode over random services: one document, or one per segment when its history was summarised."""
+def _draw(
+    r: Random, sizes: tuple[int, ...], kinds: dict[str, float], waste: float
+) -> tuple[_Store, list[tuple[str, list[_Step]]]]:
+    """Draw a store and as many goals as one of `sizes` says: (wording, calls) each."""
     while True:
         store = _random_store(r)
-        wanted, goals, waste = r.choice((1, 1, 2, 2, 3, 3, 3, 4)), [], 0.3 if r.random() < 0.3 else 0.0
+        wanted, goals, often = r.choice(sizes), list[tuple[str, list[_Step]]](), waste if r.random() < 0.3 else 0.0
         for _ in range(30):
-            goal = _goal(r, store, waste)
+            goal = _goal(r, store, often, kinds)
             if goal is not None:
                 goals.append(goal)
             if len(goals) == wanted:
-                break
-        if len(goals) == wanted:
-            break
-    steps = [s for _, calls in goals for s in calls]
+                return store, goals
+
+
+def _render(r: Random, store: _Store, texts: list[str], steps: list[_Step]) -> Iterator[Document]:
     if r.random() < 0.12:
         k = r.randrange(len(steps))
         steps.insert(k, _Step(steps[k].call, '{"error":"unavailable"}'))
     cuts = sorted(r.sample(range(3, len(steps)), r.choice((1, 1, 2)))) if len(steps) > 5 and r.random() < 0.4 else []
     system = "<system>work" if r.random() < 0.25 else ""
-    opening = (
-        _header(r, store) + system + "<user>" + r.choice((" ; ", " ; ", " . ", " , then ")).join(g for g, _ in goals)
-    )
+    opening = _header(r, store) + system + "<user>" + r.choice((" ; ", " ; ", " . ", " , then ")).join(texts)
     yield from _segments(opening, steps, cuts)
+
+
+def transcripts(r: Random) -> Iterator[Document]:
+    """One episode over random services: one document, or one per segment when its history was summarised."""
+    store, goals = _draw(r, (1, 1, 2, 2, 3, 3, 3, 4), _KINDS, 0.3)
+    yield from _render(r, store, [text for text, _ in goals], [s for _, steps in goals for s in steps])
+
+
+_HARDER = {"set": 0.2, "cond": 0.27, "copy": 0.12, "add": 0.25, "report": 0.16}
+
+
+def rehearsals(r: Random, careless: float) -> Iterator[Document]:
+    """Harder episodes of uneven quality: a share of them was recorded from somebody careless.
+
+    What the careless do: skip a goal, read again and again, take the other branch, miscount, forget to stop. A model
+    of such records can do the work and often does not: the room that post-training is for.
+    """
+    store, goals = _draw(r, (1, 1, 2, 2, 3, 3), _HARDER, 0.0)
+    texts, parts = [text for text, _ in goals], [steps for _, steps in goals]
+    if r.random() < careless:
+        if len(parts) > 1 and r.random() < 0.35:
+            parts.pop(r.randrange(len(parts)))
+        parts = [[slipped for step in steps for slipped in _careless(r, step)] for steps in parts]
+        if r.random() < 0.3:
+            reads = [s for steps in parts for s in steps if not s.write] or parts[-1]
+            parts.append([r.choice(reads) for _ in range(r.randint(2, 9))])
+    yield from _render(r, store, texts, [s for steps in parts for s in steps])
+
+
+def _careless(r: Random, step: _Step) -> list[_Step]:
+    if not step.write:
+        return [step] * r.choice((1, 1, 1, 2))
+    return [step.slip if step.slip is not None and r.random() < 0.3 else step]
 
 
 def _segments(opening: str, steps: list[_Step], cuts: list[int]) -> Iterator[Document]:
@@ -333,3 +380,12 @@ def documents(r: Random, drills: int = 0) -> Iterator[Document]:
     makers, shares = zip(*STREAMS.values(), strict=True)
     while True:
         yield from r.choices(makers, shares)[0](r)
+
+
+def rehearsed_documents(r: Random, careless: float) -> Iterator[Document]:
+    """Endless stream of the second phase: mostly rehearsals, with drills so that base skills stay."""
+    while True:
+        if r.random() < 0.75:
+            yield from rehearsals(r, careless)
+        else:
+            yield from r.choice((copies, pairs, records, sums))(r)

@@ -17,7 +17,13 @@ from occamy.nano.vocabulary import TOKENS
 
 SMALL = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, experts=4, expert_width=16)
 TINY = PretrainConfig(
-    tokens=12_000, batch_tokens=1024, drills=20, pool_documents=30, save_every=4, validation_documents=4
+    rehearsal_tokens=6_000,
+    tokens=12_000,
+    batch_tokens=1024,
+    drills=20,
+    pool_documents=30,
+    save_every=4,
+    validation_documents=4,
 )
 
 
@@ -52,7 +58,7 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_pa
         pass
 
     def stop(figures: dict[str, float]) -> None:
-        if figures["step"] == 8:
+        if (figures["phase"], figures["step"]) == (1, 4):
             raise Interrupted
 
     whole = pretrain(tmp_path / "whole", TINY, shape=SMALL)

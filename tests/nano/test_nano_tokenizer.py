@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from occamy.nano.documents import encode
-from occamy.nano.streams import STREAMS
+from occamy.nano.streams import STREAMS, rehearsals
 from occamy.nano.tokenizer import build_tokenizer
 from occamy.nano.vocabulary import TOKENS
 
@@ -98,3 +98,14 @@ def test_transcripts_train_on_what_the_assistant_says_and_nothing_else() -> None
             joined = documents[0][0]
             assert any(joined[i : i + 3] == asked for i in range(len(joined)))
     assert seen_summary
+
+
+def test_careful_rehearsals_reach_their_goals_and_careless_ones_often_do_not() -> None:
+    def calls(careless: float) -> list[str]:
+        r = Random(4)
+        return ["".join(TOKENS[i] for ids, mask in [d] for i, m in zip(ids, mask, strict=True) if m)
+                for _ in range(60) for d in rehearsals(r, careless)]  # fmt: skip
+
+    careful, careless = calls(0.0), calls(1.0)
+    assert sum(map(len, careless)) > sum(map(len, careful))  # reads again, forgets to stop
+    assert careful != careless and all("<end>" in text for text in careful + careless)
