@@ -69,15 +69,15 @@ def test_killed_in_every_stage_and_resumed(finished_run: tuple[Path, str], tiny:
         process = start("run", *(["--resume", str(out)] if (out / "run.json").exists() else [*tiny, "--out", str(out)]))
         stage = wait_for(process, out, pending)
         pending.remove(stage)
-        time.sleep(dice.uniform(0, 0.8) * seconds_of(whole, stage))
+        time.sleep(dice.uniform(0, 0.2) * seconds_of(whole, stage))  # the machine may be faster now
         kill(process, stage in ONE_PROCESS, dice)
-        kills += 1
+        kills += not finished(out, stage)  # only a kill in the middle of a stage counts
         process.communicate(timeout=300)
         deadline = time.monotonic() + 60
         while left := survivors(process.pid):
             assert time.monotonic() < deadline, f"left behind after a kill in {stage}: {left}"
             time.sleep(0.1)
-    assert kills >= 10
+    assert kills >= 10, "kills came after their stages; the machine is much faster than at the reference run"
 
     process = start("run", "--resume", str(out))
     printed, _ = process.communicate(timeout=1200)
@@ -90,6 +90,14 @@ def test_killed_in_every_stage_and_resumed(finished_run: tuple[Path, str], tiny:
         assert updates(out, stage) == updates(whole, stage) > 0, "no update: the comparison would say nothing"
         moved = distance(whole / "stages" / stage, whole / "stages" / start_from)
         assert distance(out / "stages" / stage, whole / "stages" / stage) < SAME * moved
+
+
+def finished(run: Path, stage: str) -> bool:
+    """Whether a stage ended well; preflight leaves no record but its line of progress."""
+    if stage != "preflight":
+        return (run / "stages" / f"{stage}.json").is_file()
+    path = run / "progress.jsonl"
+    return path.is_file() and '"preflight", "state": "finished"' in path.read_text()
 
 
 def updates(run: Path, stage: str) -> float:
