@@ -1,9 +1,6 @@
 """Settings that hold for all tests: one thread per process, nothing from the network, no usage reports."""
 
 import os
-from pathlib import Path
-
-import pytest
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -14,12 +11,3 @@ for name, value in {
     "GIT_PYTHON_REFRESH": "quiet",
 }.items():
     os.environ[name] = value
-
-
-@pytest.fixture(scope="session")
-def random_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained nano checkpoint with tokenizer and lineage card."""
-    from occamy.nano.pretrain import PretrainConfig, pretrain
-
-    config = PretrainConfig(tokens=1, batch_tokens=512, pool_documents=8, validation_documents=1, warmup_steps=1)
-    return pretrain(tmp_path_factory.mktemp("base"), config)

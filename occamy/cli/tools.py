@@ -37,14 +37,15 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     actions = nano.add_subparsers(dest="action", metavar="ACTION", required=True)
     pretrain = actions.add_parser(
         "pretrain",
-        help="pretrain it from scratch (about an hour on one core; goes on where it stopped)",
-        description="Pretrain the small base model. Same tokens and seed give the same weights.",
+        help="pretrain it from scratch on one core; goes on where it stopped",
+        description="Pretrain the small base model in two phases: drills and generic episodes, then harder episodes of "
+        "uneven quality. The same seed gives the same weights on the same kind of machine.",
     )
     pretrain.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="work folder; the checkpoint is DIR/base"
     )
     pretrain.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens to train on (default: those of the shipped base)"
+        "--tokens", type=int, metavar="N", help="tokens of the first phase (default: those of the shipped base)"
     )
     pretrain.add_argument("--seed", type=int, default=1, metavar="N")
     pretrain.set_defaults(handler=pretrain_command)

@@ -65,9 +65,10 @@ def pretrain(
 ) -> Path:
     """Train from scratch, or go on from the snapshot in `out`; returns the checkpoint folder ``out/base``.
 
-    Same config and thread count give the same weights. Raises ValueError when `out` holds a snapshot of another
-    config.
+    Runs on one thread, so that the same config gives the same weights on the same kind of machine. Raises ValueError
+    when `out` holds a snapshot of another config.
     """
+    torch.set_num_threads(1)
     shape = shape or Shape()
     out.mkdir(parents=True, exist_ok=True)
     weights = {k: v.requires_grad_() for k, v in init_weights(shape, config.seed).items()}

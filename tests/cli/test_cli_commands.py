@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from occamy.cli.main import build_parser, main
+from occamy.nano.base import FOLDER
 from occamy.recipe import load_recipe
 from occamy.storage.rundir import RunDirectory
 
@@ -82,17 +83,15 @@ def test_doctor_tells_all_failures_at_once(capsys: pytest.CaptureFixture[str], t
     assert "4 of" in text
 
 
-def test_doctor_is_content_with_a_good_machine(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, random_base: Path
-) -> None:
-    assert main(["doctor", "--profile", "ci", "--out", str(tmp_path), "--set", f"base={random_base}"]) == 0
+def test_doctor_is_content_with_a_good_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--profile", "ci", "--out", str(tmp_path)]) == 0
     assert "ready" in capsys.readouterr().out
 
 
-def test_doctor_finds_replaced_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path, random_base: Path) -> None:
+def test_doctor_finds_replaced_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
-    for file in random_base.iterdir():
+    for file in FOLDER.iterdir():
         (base / file.name).write_bytes(file.read_bytes())
     with (base / "model.safetensors").open("r+b") as f:
         f.seek(-1, os.SEEK_END)
