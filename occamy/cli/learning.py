@@ -14,7 +14,6 @@ from occamy import __version__
 from occamy.cli.running import run_recipe
 from occamy.contracts.evaluation import EvaluationPool, EvaluationResult, PoolFigures
 from occamy.contracts.manifest import write_atomic
-from occamy.evaluation.stage import read_result
 from occamy.recipe import load_recipe, profile_names
 from occamy.stages.names import BASE, EVALUATION, MARATHON, MARATHON_SFT, SAO, SOUP, SPRINT
 from occamy.storage.rundir import RunDirectory
@@ -49,6 +48,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def learning_command(args: argparse.Namespace) -> int:
     """Run, write, print. Every seed reads the test pool once, in its run's own evaluation stage."""
+    from occamy.evaluation.stage import read_result
+
     console = Console()
     results: dict[int, EvaluationResult] = {}
     seconds: dict[int, float] = {}
