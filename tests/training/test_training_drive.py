@@ -114,7 +114,7 @@ def test_a_stage_killed_with_all_its_processes_loses_and_repeats_nothing(
     arguments = [str(Path(__file__).parent), str(init), str(release), str(out)]
     driver = subprocess.Popen([sys.executable, "-c", code, *arguments], start_new_session=True)
     first = out / "trainer" / "exchange" / "batches" / "00001"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not first.is_dir() and driver.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
     os.killpg(driver.pid, signal.SIGKILL)
