@@ -100,7 +100,7 @@ def test_transcripts_train_on_what_the_assistant_says_and_nothing_else() -> None
     assert seen_summary
 
 
-def test_careful_rehearsals_reach_their_goals_and_careless_ones_often_do_not() -> None:
+def test_careless_rehearsals_say_more_than_careful_ones_of_the_same_dice() -> None:
     def calls(careless: float) -> list[str]:
         r = Random(4)
         return ["".join(TOKENS[i] for ids, mask in [d] for i, m in zip(ids, mask, strict=True) if m)
