@@ -14,8 +14,9 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from occamy.admission.config import AdmissionConfig
 from occamy.contracts.record import Record, digest
 from occamy.evaluation.config import EvaluationConfig
-from occamy.harness.compose import CompositionError, ResolvedHarness
-from occamy.harness.compose import load as load_harness
+from occamy.harness.assignment import Harness
+from occamy.harness.compose import CompositionError, CompositionManifest
+from occamy.harness.loading import load as load_harness
 from occamy.harness.parts import Compaction
 from occamy.merging.config import MergingConfig
 from occamy.rollout.config import DemonstrationConfig, RolloutConfig
@@ -69,7 +70,7 @@ class Recipe(Record):
         """Digest over everything but name and disk: equal digests make equal runs."""
         return digest(self.model_dump(mode="json", exclude={"name", "disk_gib"}))
 
-    def harness(self) -> ResolvedHarness:
+    def harness(self) -> Harness:
         """The composition that `rollout.harness` names. Raises CompositionError."""
         return load_harness(self.rollout.harness)
 
@@ -88,7 +89,8 @@ def _conflicts(r: Recipe) -> Iterator[str]:
     if r.demonstrations.pool is not None:
         yield f"demonstrations.pool is {r.demonstrations.pool!r}, but two experts need both pools; leave it out"
     try:
-        chain = r.harness().manifest.composition.middleware
+        manifest = r.harness().manifest
+        chain = manifest.composition.middleware if isinstance(manifest, CompositionManifest) else ()
         budgets = [m.budget_tokens for m in chain if isinstance(m, Compaction)]
     except CompositionError as e:
         yield f"rollout.harness: {e}"

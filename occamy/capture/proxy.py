@@ -9,7 +9,6 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from occamy.capture.segments import CapturedEpisode, capture_episode
 from occamy.capture.store import Store
 from occamy.capture.template import TemplateError
 from occamy.capture.turn import Exchange, Turn
+from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import QuarantineReason
 
 _LOG = logging.getLogger(__name__)
@@ -54,18 +54,16 @@ class Proxy:
         self._episodes: dict[str, _Episode] = {}
         self._keys: dict[str, str] = {}
 
-    def open(self, episode_id: str, *, sampled_by: SampledBy, seed: int, rewrites: Sequence[str]) -> str:
-        """Start an episode and return its key. Raises ValueError on an id that is open or finished, a sampler that
-        this proxy lacks, or an unknown rewrite kind."""
+    def open(self, episode_id: str, *, sampled_by: SampledBy, seed: int, rules: CaptureRules) -> str:
+        """Start an episode and return its key. Raises ValueError on an id that is open or finished, or a sampler that
+        this proxy lacks."""
         if sampled_by not in self._backends:
             raise ValueError(f"episode {episode_id}: no {sampled_by} behind this proxy; pass its engine URL or teacher")
-        if unknown := set(rewrites) - set(REWRITES):
-            raise ValueError(f"episode {episode_id}: unknown rewrite {min(unknown)!r}; known are {', '.join(REWRITES)}")
         if episode_id in self._episodes:
             raise ValueError(f"episode {episode_id} is open already; close it first")
         self._store.open_episode(episode_id, sampled_by)
         key = secrets.token_hex(16)
-        recorder = Recorder(episode_id, self._renderer, seed=seed, rewrites=rewrites, context_limit=self._limit)
+        recorder = Recorder(episode_id, self._renderer, seed=seed, rules=rules, context_limit=self._limit)
         self._keys[key] = episode_id
         self._episodes[episode_id] = _Episode(recorder, key, sampled_by)
         return key

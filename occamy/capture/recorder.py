@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from occamy.capture.messages import GivenCall, Message, canonical_message, chain
 from occamy.capture.render import Renderer
 from occamy.capture.template import TemplateError
 from occamy.capture.turn import Prefix, Turn
+from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import QuarantineReason
 
 ROOT = "root"
@@ -108,13 +109,13 @@ class Recorder:
     """
 
     def __init__(
-        self, episode_id: str, renderer: Renderer, *, seed: int, rewrites: Collection[str], context_limit: int
+        self, episode_id: str, renderer: Renderer, *, seed: int, rules: CaptureRules, context_limit: int
     ) -> None:
         self.episode_id = episode_id
         self.turns: list[Turn] = []
         self.quarantine: QuarantineReason | None = None
         self._renderer, self._seed, self._limit = renderer, seed, context_limit
-        self._rewrites = frozenset(rewrites)
+        self._rules = rules
         self._runs: dict[str, _Run] = {}
         self._latest: dict[str, _Run] = {}
         self._requests: dict[bytes, _Step] = {}
@@ -247,7 +248,7 @@ class Recorder:
 
     def _classify(self, role: str, messages: list[Message], links: list[bytes], rewrite: str | None) -> _Opening:
         if rewrite is not None:
-            if rewrite in self._rewrites and role in self._latest:
+            if rewrite in self._rules.announced and role in self._latest:
                 return _Opening(Prefix.rewrite, rewrite, self._latest[role].name)
             return self._stray()
         last = next((i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == "assistant"), -1)

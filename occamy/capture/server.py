@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +17,7 @@ from occamy.capture.proxy import Proxy, SampledBy, build_app
 from occamy.capture.render import Renderer
 from occamy.capture.segments import CapturedEpisode
 from occamy.capture.store import Store
+from occamy.contracts.capture import CaptureRules
 from occamy.engines.client import EngineClient
 
 DATABASE = "capture.sqlite"
@@ -72,13 +73,12 @@ class ProxyServer:
         self._thread.join()
         self.store.close()
 
-    def open_episode(self, episode_id: str, *, sampled_by: SampledBy, seed: int, rewrites: Sequence[str]) -> str:
+    def open_episode(self, episode_id: str, *, sampled_by: SampledBy, seed: int, rules: CaptureRules) -> str:
         """Start an episode and return its API key. An unfinished capture of the same id is discarded.
 
-        Raises ValueError when the id is open or finished, when `sampled_by` has no backend here, or when `rewrites`
-        names an unknown kind.
+        Raises ValueError when the id is open or finished, or when `sampled_by` has no backend here.
         """
-        return self._proxy.open(episode_id, sampled_by=sampled_by, seed=seed, rewrites=rewrites)
+        return self._proxy.open(episode_id, sampled_by=sampled_by, seed=seed, rules=rules)
 
     def close_episode(self, episode_id: str) -> CapturedEpisode:
         """End an episode and return what was captured; it is durable in `store`. Raises KeyError when not open."""

@@ -1,4 +1,4 @@
-"""What a harness declares about its requests, so that the recording proxy can tell policy, rewrites and housekeeping apart."""
+"""What a harness declares about its requests, so that the recording proxy can explain each one."""
 
 from __future__ import annotations
 

@@ -1,25 +1,21 @@
-"""Runs a resolved harness on one task against an OpenAI-compatible endpoint, to a typed outcome."""
+"""The white-box harness: runs a composition on one task against an OpenAI-compatible endpoint, to a typed outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
+from occamy.contracts.capture import CaptureRules, RewriteKind
 from occamy.contracts.episode import Outcome
-from occamy.contracts.task import Budget
 from occamy.harness import parts
+from occamy.harness.assignment import AgentRun, Assignment, Observation
 from occamy.harness.client import ChatClient, ContextExceeded, EndpointError
-from occamy.harness.compose import ResolvedHarness
+from occamy.harness.compose import CompositionManifest
 from occamy.harness.conversation import Call, Conversation, Reply, serialise_tools
 from occamy.harness.middleware import (
     Act,
     BudgetEnded,
     Budgeting,
     Compacting,
-    Observation,
     Stalled,
     Tracing,
     Turn,
@@ -27,70 +23,42 @@ from occamy.harness.middleware import (
     retrying,
 )
 
-
-@dataclass(frozen=True)
-class Assignment:
-    """What one run of an agent is given."""
-
-    request: str
-    """The user's words."""
-    tools: Sequence[dict[str, Any]]
-    """OpenAI tool schemas."""
-    dispatch: Callable[[str, str], Observation]
-    """Runs a tool by name and raw JSON arguments; never raises for the agent's mistakes."""
-    budget: Budget
-    base_url: str
-    """Endpoint of this run, up to and with ``/v1``."""
-    api_key: str
-    model: str
-    """Model name sent with each request."""
-    temperature: float
-    max_new_tokens: int
-    """Most tokens sampled per turn."""
+_ANNOUNCED: dict[str, RewriteKind] = {"summary": "summary_replacement", "pruning": "history_pruning"}
+"""Compaction mode -> rewrite kind announced to the recording proxy."""
 
 
-@dataclass
-class AgentRun:
-    """How a run went."""
+class ComposedHarness:
+    """h = Compose(l, p, U, K, m_1..m_k), ready to run."""
 
-    outcome: Outcome = Outcome.infra_failed
-    answer: str = ""
-    """Final plain text, "" unless completed."""
-    error: str = ""
-    """Why it did not complete."""
-    turns: int = 0
-    """Model turns that came back, summary turns included."""
-    tool_calls: int = 0
-    failed_calls: int = 0
-    """Calls answered with a typed error."""
-    compactions: int = 0
-    trace: list[dict[str, Any]] = field(default_factory=list)
-    """Events of the trace middleware, in order."""
+    def __init__(self, manifest: CompositionManifest) -> None:
+        self.manifest = manifest
+        self.digest = manifest.digest()
+        compactions = (m for m in manifest.composition.middleware if isinstance(m, parts.Compaction))
+        self.rules = CaptureRules(announced=tuple(_ANNOUNCED[m.mode] for m in compactions))
 
+    async def run(self, task: Assignment) -> AgentRun:
+        """Run the agent to its end. Never raises for what the model or the endpoint does: the outcome says it.
 
-async def run_agent(harness: ResolvedHarness, task: Assignment, http: aiohttp.ClientSession) -> AgentRun:
-    """Run the agent to its end. Never raises for what the model or the endpoint does: the outcome says it.
-
-    completed: a final text. agent_failed: an empty or cut-off answer. timed_out: a budget, or the context limit, is
-    used up. infra_failed: the endpoint failed after all retries, or stalled.
-    """
-    run = AgentRun()
-    conversation = Conversation(harness.manifest.system, task.request)
-    turn, act, compacting = _chain(harness.manifest.composition, task, http, run)
-    try:
-        reply = await _react(conversation, turn, act, task.max_new_tokens)
-        if reply.finish_reason == "length":
-            run.outcome, run.error = Outcome.agent_failed, "the final answer was cut at the token limit of a turn"
-        elif not reply.text.strip():
-            run.outcome, run.error = Outcome.agent_failed, "the final answer is empty"
-        else:
-            run.outcome, run.answer = Outcome.completed, reply.text
-    except (BudgetEnded, ContextExceeded) as e:
-        run.outcome, run.error = Outcome.timed_out, str(e)
-    except (EndpointError, Stalled) as e:
-        run.outcome, run.error = Outcome.infra_failed, str(e)
-    run.compactions = compacting.times if compacting else 0
-    return run
+        completed: a final text. agent_failed: an empty or cut-off answer. timed_out: a budget, or the context limit, is
+        used up. infra_failed: the endpoint failed after all retries, or stalled.
+        """
+        run = AgentRun()
+        conversation = Conversation(self.manifest.system, task.request)
+        turn, act, compacting = _chain(self.manifest.composition, task, run)
+        try:
+            reply = await _react(conversation, turn, act, task.max_new_tokens)
+            if reply.finish_reason == "length":
+                run.outcome, run.error = Outcome.agent_failed, "the final answer was cut at the token limit of a turn"
+            elif not reply.text.strip():
+                run.outcome, run.error = Outcome.agent_failed, "the final answer is empty"
+            else:
+                run.outcome, run.answer = Outcome.completed, reply.text
+        except (BudgetEnded, ContextExceeded) as e:
+            run.outcome, run.error = Outcome.timed_out, str(e)
+        except (EndpointError, Stalled) as e:
+            run.outcome, run.error = Outcome.infra_failed, str(e)
+        run.compactions = compacting.times if compacting else 0
+        return run
 
 
 async def _react(conversation: Conversation, turn: Turn, act: Act, max_tokens: int) -> Reply:
@@ -104,11 +72,9 @@ async def _react(conversation: Conversation, turn: Turn, act: Act, max_tokens: i
             conversation.observe(call, act(call).content)
 
 
-def _chain(
-    composition: parts.Composition, task: Assignment, http: aiohttp.ClientSession, run: AgentRun
-) -> tuple[Turn, Act, Compacting | None]:
+def _chain(composition: parts.Composition, task: Assignment, run: AgentRun) -> tuple[Turn, Act, Compacting | None]:
     """Compose the middleware around the bare model turn and the bare dispatch, innermost first."""
-    turn, act = _bare_turn(task, http, run), _bare_act(task)
+    turn, act = _bare_turn(task, run), _bare_act(task)
     compacting: Compacting | None = None
     for part in reversed(composition.middleware):
         match part:
@@ -128,8 +94,8 @@ def _chain(
     return turn, _counting(act, run), compacting
 
 
-def _bare_turn(task: Assignment, http: aiohttp.ClientSession, run: AgentRun) -> Turn:
-    client = ChatClient(http, task.base_url, task.api_key)
+def _bare_turn(task: Assignment, run: AgentRun) -> Turn:
+    client = ChatClient(task.http, task.base_url, task.api_key)
     settings: dict[str, Any] = {"model": task.model, "temperature": task.temperature}
     tools = serialise_tools(task.tools)
     if tools is not None:

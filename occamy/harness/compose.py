@@ -1,23 +1,18 @@
-"""Resolves a composition file into an immutable harness: every default written out, every part known, one digest."""
+"""Resolves a composition into its manifest: every default written out, every part known."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from occamy import __version__
 from occamy.contracts.record import Record
-from occamy.harness.parts import CHAIN, Compaction, Composition, Prompt, ReactLoop, Tools
+from occamy.harness.parts import CHAIN, Composition, Prompt, ReactLoop, Tools
 
-REWRITES = {"summary": "summary_replacement", "pruning": "history_pruning"}
-"""Compaction mode -> rewrite kind declared to the recording proxy."""
 _BRIEF = "work"
 _SECTIONS: dict[str, type[Record]] = {"loop": ReactLoop, "prompt": Prompt, "tools": Tools}
 
@@ -37,39 +32,11 @@ class CompositionManifest(Record):
     """Version of this package, which holds the parts' code."""
 
 
-@dataclass(frozen=True)
-class ResolvedHarness:
-    """A harness ready to run."""
+def resolve(data: Any, where: str = "composition") -> CompositionManifest:
+    """Resolve a composition given as plain data. `where` names its origin in errors.
 
-    manifest: CompositionManifest
-    digest: str
-    """Digest of the manifest."""
-    rewrites: tuple[str, ...]
-    """Rewrite kinds it may declare."""
-
-
-def load(source: str | Path) -> ResolvedHarness:
-    """Resolve a composition by the name of a shipped one (``react``) or the path of a YAML file.
-
-    Raises CompositionError for an unknown name, part, key or value, naming the nearest known one.
+    Raises CompositionError for an unknown part, key or value, naming the nearest known one.
     """
-    shipped = {p.name.removesuffix(".yaml"): p for p in _folder("compositions") if p.name.endswith(".yaml")}
-    path = Path(source)
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise CompositionError(
-                f"harness {source}: no such file; give a composition file or one of {sorted(shipped)}"
-            )
-        text = path.read_text()
-    elif str(source) in shipped:
-        text = shipped[str(source)].read_text()
-    else:
-        raise CompositionError(f"harness {str(source)!r} is unknown{_nearest(str(source), shipped)}")
-    return resolve(yaml.safe_load(text), str(source))
-
-
-def resolve(data: Any, where: str = "composition") -> ResolvedHarness:
-    """Resolve a composition given as plain data. `where` names its origin in errors. Raises CompositionError."""
     _check_keys(data, Composition.model_fields, where)
     for section, model in _SECTIONS.items():
         if section in data:
@@ -80,11 +47,7 @@ def resolve(data: Any, where: str = "composition") -> ResolvedHarness:
     except ValidationError as e:
         raise CompositionError("; ".join(_sentence(x, where) for x in e.errors())) from e
     _check_chain(composition, where)
-    manifest = CompositionManifest(
-        composition=composition, system=_system(composition, where), code_version=__version__
-    )
-    rewrites = tuple(REWRITES[m.mode] for m in composition.middleware if isinstance(m, Compaction))
-    return ResolvedHarness(manifest, manifest.digest(), rewrites)
+    return CompositionManifest(composition=composition, system=_system(composition, where), code_version=__version__)
 
 
 def _check_keys(data: Any, known: Iterable[str], where: str) -> None:
@@ -92,7 +55,7 @@ def _check_keys(data: Any, known: Iterable[str], where: str) -> None:
         raise CompositionError(f"{where}: expected a mapping, found {type(data).__name__}")
     for key in data:
         if key not in known:
-            raise CompositionError(f"{where}: unknown key {key!r}{_nearest(str(key), known)}")
+            raise CompositionError(f"{where}: unknown key {key!r}{nearest(str(key), known)}")
 
 
 def _check_middleware(parts: Any, where: str) -> None:
@@ -104,7 +67,7 @@ def _check_middleware(parts: Any, where: str) -> None:
         if not isinstance(part, Mapping) or "kind" not in part:
             raise CompositionError(f"{place}: has no kind; give one of {sorted(kinds)}")
         if part["kind"] not in kinds:
-            raise CompositionError(f"{place}: unknown part {part['kind']!r}{_nearest(str(part['kind']), kinds)}")
+            raise CompositionError(f"{place}: unknown part {part['kind']!r}{nearest(str(part['kind']), kinds)}")
         _check_keys(part, kinds[part["kind"]].model_fields, f"{place} ({part['kind']})")
 
 
@@ -120,7 +83,7 @@ def _system(composition: Composition, where: str) -> str:
     texts = [_BRIEF] if composition.prompt.layout == "briefed" else []
     for skill in composition.skills:
         if skill not in packs:
-            raise CompositionError(f"{where}: unknown skill pack {skill!r}{_nearest(skill, packs)}")
+            raise CompositionError(f"{where}: unknown skill pack {skill!r}{nearest(skill, packs)}")
         if not texts:
             raise CompositionError(f"{where}: skills need a system message; set prompt.layout to briefed")
         texts.append(packs[skill].read_text().strip())
@@ -131,7 +94,8 @@ def _folder(name: str) -> list[Any]:
     return list(resources.files("occamy.harness").joinpath(name).iterdir())
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error sentence: the known name that is closest, or all of them."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"
 

@@ -6,33 +6,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from occamy.contracts.task import Budget
 from occamy.harness import parts
+from occamy.harness.assignment import Observation
 from occamy.harness.client import EndpointError
 from occamy.harness.conversation import Call, Conversation, Reply
 
 Turn = Callable[[Conversation, int], Awaitable[Reply]]
 """Samples one assistant turn of at most so many tokens."""
-
-
-class Observation(Protocol):
-    """Result of a tool call."""
-
-    @property
-    def content(self) -> str:
-        """What the model sees."""
-
-    @property
-    def ok(self) -> bool:
-        """False for a typed error."""
-
-    @property
-    def error(self) -> str | None:
-        """The typed error."""
 
 
 Act = Callable[[Call], Observation]

@@ -14,7 +14,7 @@ from occamy.contracts.lineage import tokenizer_digest
 from occamy.contracts.manifest import Counts, Manifest, SealError, seal, verify
 from occamy.contracts.record import digest
 from occamy.contracts.release import load_release
-from occamy.harness.compose import load
+from occamy.harness.loading import load
 from occamy.rollout.config import DemonstrationConfig
 from occamy.rollout.jobs import EpisodeJob, make_jobs
 from occamy.rollout.oracle import OracleTeacher

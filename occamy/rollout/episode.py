@@ -15,8 +15,7 @@ from occamy.capture.segments import CapturedEpisode
 from occamy.capture.server import ProxyServer
 from occamy.contracts.episode import EpisodeRecord, Outcome, QuarantineReason, Segment
 from occamy.contracts.record import digest
-from occamy.harness.agent import AgentRun, Assignment, run_agent
-from occamy.harness.compose import ResolvedHarness
+from occamy.harness.assignment import AgentRun, Assignment, Harness
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.evidence import Evidence
 from occamy.rollout.grading import Grade, grade
@@ -35,7 +34,7 @@ class Place:
     """Where episodes of a session run."""
 
     proxy: ProxyServer
-    harness: ResolvedHarness
+    harness: Harness
     http: aiohttp.ClientSession
     sandboxes: SandboxBackend
     config: RolloutConfig
@@ -56,9 +55,7 @@ async def run_episode(job: EpisodeJob, place: Place) -> tuple[EpisodeResult, Evi
     Raises what is nobody's fault at run time: WorldError for a contract that cannot be built.
     """
     began = time.monotonic()
-    key = place.proxy.open_episode(
-        job.episode_id, sampled_by=job.sampled_by, seed=job.seed, rewrites=place.harness.rewrites
-    )
+    key = place.proxy.open_episode(job.episode_id, sampled_by=job.sampled_by, seed=job.seed, rules=place.harness.rules)
     try:
         run, state, events = await _act(job, place, key)
     except BaseException:  # cancelled, or a contract that cannot be built: leave the id free for another try
@@ -85,7 +82,7 @@ async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[
     try:
         sandbox = await place.sandboxes.lease(_POOL, job.episode_id, budget.wall_seconds + _GRACE_S)
         world = World(job.task.world, FolderWorkspace(sandbox.workspace))
-        run = await run_agent(place.harness, _assignment(job, place, key, world), place.http)
+        run = await place.harness.run(_assignment(job, place, key, world))
         await sandbox.freeze()
         return run, world.state(), world.events
     except (SandboxError, OSError) as e:
@@ -109,6 +106,7 @@ def _assignment(job: EpisodeJob, place: Place, key: str, world: World) -> Assign
         model=job.model,
         temperature=job.temperature,
         max_new_tokens=place.config.max_new_tokens,
+        http=place.http,
     )
 
 

@@ -13,7 +13,7 @@ from occamy.contracts.manifest import Manifest, SealError, verify
 from occamy.contracts.record import digest
 from occamy.contracts.task import TaskContract
 from occamy.engines.local.launch import launch_engine
-from occamy.harness.compose import load
+from occamy.harness.loading import load
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.jobs import make_jobs
 from occamy.rollout.session import RolloutSession

@@ -27,8 +27,8 @@ from occamy.contracts.lineage import tokenizer_digest
 from occamy.contracts.manifest import Manifest, write_atomic
 from occamy.contracts.record import canonical_json
 from occamy.engines.client import EngineClient
+from occamy.harness.assignment import Harness
 from occamy.harness.client import open_http
-from occamy.harness.compose import ResolvedHarness
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.episode import EpisodeResult, Place, run_episode
 from occamy.rollout.evidence import Evidence, EvidenceStore
@@ -61,7 +61,7 @@ class RolloutSession:
         *,
         checkpoint: Path,
         engine_url: str | None,
-        harness: ResolvedHarness,
+        harness: Harness,
         config: RolloutConfig,
         teacher: Teacher | None = None,
         asked: str | None = None,

@@ -22,7 +22,7 @@ from occamy.contracts.manifest import write_atomic
 from occamy.contracts.record import canonical_json, digest
 from occamy.contracts.release import load_release
 from occamy.engines.local.launch import launch_engine
-from occamy.harness.compose import ResolvedHarness
+from occamy.harness.assignment import Harness
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.jobs import EpisodeJob
 from occamy.rollout.session import RolloutSession
@@ -50,7 +50,7 @@ def train_hdpo(
     seed: int,
     recipe_digest: str,
     rollout: RolloutConfig,
-    harness: ResolvedHarness,
+    harness: Harness,
     on_progress: Progress | None = None,
 ) -> LineageCard:
     """Train checkpoint `init` by HDPO on the training tasks of a sealed `release` and write checkpoint `out`.
@@ -75,7 +75,7 @@ def train_sao(
     seed: int,
     recipe_digest: str,
     rollout: RolloutConfig,
-    harness: ResolvedHarness,
+    harness: Harness,
     on_progress: Progress | None = None,
 ) -> LineageCard:
     """Train checkpoint `init` by SAO: one episode per task and a critic. Everything else as `train_hdpo`."""
@@ -93,7 +93,7 @@ def _prepare(
     seed: int,
     recipe_digest: str,
     rollout: RolloutConfig,
-    harness: ResolvedHarness,
+    harness: Harness,
 ) -> tuple[RlJob, TaskPlan]:
     if rollout.temperature != 1.0:
         raise ValueError(
@@ -121,7 +121,7 @@ def _prepare(
 
 
 def _run(
-    job: RlJob, plan: TaskPlan, rollout: RolloutConfig, harness: ResolvedHarness, on_progress: Progress | None
+    job: RlJob, plan: TaskPlan, rollout: RolloutConfig, harness: Harness, on_progress: Progress | None
 ) -> LineageCard:
     if (job.out / LINEAGE).is_file():
         return _finished(job)
@@ -209,7 +209,7 @@ class _Driver:
             step += 1
         return step
 
-    def sample_rest(self, harness: ResolvedHarness) -> None:
+    def sample_rest(self, harness: Harness) -> None:
         """Sample every batch that is not there yet, each with the weights that it is due."""
         rollout, init = self.rollout, self.job.init
         log = self.job.workplace / "engine.log"

@@ -15,6 +15,7 @@ from occamy.capture.families.nano import parse_calls
 from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.capture.template import ChatTemplate, TemplateError
+from occamy.contracts.capture import CaptureRules
 from occamy.contracts.record import digest_bytes
 from occamy.nano.tokenizer import build_tokenizer
 
@@ -79,7 +80,7 @@ def test_the_models_own_vocabulary_bounds_the_ids(tokenizer_dir: Path, tmp_path:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 6}))
     small = Renderer(tmp_path)
     with pytest.raises(TemplateError, match="token id 6 is outside the model's vocabulary of 6"):
-        Recorder("e", small, seed=0, rewrites=(), context_limit=64).begin(
+        Recorder("e", small, seed=0, rules=CaptureRules(), context_limit=64).begin(
             "root", [{"role": "tool", "content": ""}, {"role": "user", "content": ""}], []
         )
 
@@ -106,7 +107,7 @@ def test_a_template_that_drops_earlier_thinking_does_not_touch_sampled_ids(
 ) -> None:
     """Its render of turns[:1] is no prefix of that of turns[:2]; the sampled ids stay as they are."""
     renderer = Renderer(_family_folder(tmp_path, THINKING, monkeypatch))
-    recorder = Recorder("e", renderer, seed=0, rewrites=(), context_limit=64)
+    recorder = Recorder("e", renderer, seed=0, rules=CaptureRules(), context_limit=64)
     ask = {"role": "user", "content": "check A01"}
     first = recorder.begin("root", [ask], [])
     sampled = [*renderer.encode("look up"), *renderer.encode("done<end>")]

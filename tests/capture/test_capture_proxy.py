@@ -14,6 +14,7 @@ import pytest
 
 from occamy.capture.render import Renderer
 from occamy.capture.server import ProxyServer
+from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import QuarantineReason
 
 ASK = {"role": "user", "content": "set tier of A01 to gold"}
@@ -51,7 +52,11 @@ def proxy(tmp_path: Path, tokenizer_dir: Path, engine: Any) -> Iterator[ProxySer
 
 @pytest.fixture
 def client(proxy: ProxyServer) -> Client:
-    return Client(proxy, "e", proxy.open_episode("e", sampled_by="policy", seed=1, rewrites=("history_pruning",)))
+    return Client(
+        proxy,
+        "e",
+        proxy.open_episode("e", sampled_by="policy", seed=1, rules=CaptureRules(announced=("history_pruning",))),
+    )
 
 
 @pytest.fixture
@@ -106,7 +111,7 @@ def test_two_turns_reach_the_engine_as_ids_and_come_back_as_segments(
 
 
 def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Client) -> None:
-    other = proxy.open_episode("f", sampled_by="policy", seed=1, rewrites=())
+    other = proxy.open_episode("f", sampled_by="policy", seed=1, rules=CaptureRules())
     assert _error(Client(proxy, "e", other).chat([ASK])) == (403, "wrong_episode")
     assert _error(Client(proxy, "e", "guessed").chat([ASK])) == (401, "invalid_api_key")
     assert _error(Client(proxy, "e", "").send("GET", "/models")) == (401, "invalid_api_key")
@@ -197,7 +202,7 @@ def test_rewrites_are_declared_by_header(
 def test_a_paused_proxy_waits_for_calls_in_flight_and_holds_new_ones(
     proxy: ProxyServer, client: Client, engine: Any, ids: Callable[[str], list[int]]
 ) -> None:
-    other = Client(proxy, "f", proxy.open_episode("f", sampled_by="policy", seed=1, rewrites=()))
+    other = Client(proxy, "f", proxy.open_episode("f", sampled_by="policy", seed=1, rules=CaptureRules()))
     engine.script = [(ids("done<end>"), "stop")] * 2
     engine.release = threading.Event()
     with ThreadPoolExecutor(3) as pool:
@@ -230,7 +235,7 @@ def test_a_call_waits_for_an_engine_that_comes_back(
 ) -> None:
     engine.stop()
     with ProxyServer(tmp_path, tokenizer_dir, engine_url=engine.url) as proxy, ThreadPoolExecutor(1) as pool:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="policy", seed=1, rewrites=()))
+        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="policy", seed=1, rules=CaptureRules()))
         waiting = pool.submit(client.chat, [ASK])
         assert client.send("GET", "/models")[0] == 200 and not waiting.done()
         back = type(engine)(engine.port)
@@ -243,7 +248,7 @@ def test_after_the_deadline_the_episode_is_an_infrastructure_failure(
     tmp_path: Path, tokenizer_dir: Path, engine: Any, ids: Callable[[str], list[int]]
 ) -> None:
     with ProxyServer(tmp_path, tokenizer_dir, engine_url=engine.url, hold_seconds=0.2) as proxy:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="policy", seed=1, rewrites=()))
+        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="policy", seed=1, rules=CaptureRules()))
         engine.script = [500] * 100
         assert _error(client.chat([ASK])) == (503, "engine_unavailable")
         engine.script = [400]
@@ -273,7 +278,7 @@ def test_many_episodes_at_once_stay_apart(proxy: ProxyServer, engine: Any, ids: 
 
     def play(number: int) -> list[int]:
         name = f"m{number}"
-        client = Client(proxy, name, proxy.open_episode(name, sampled_by="policy", seed=number, rewrites=()))
+        client = Client(proxy, name, proxy.open_episode(name, sampled_by="policy", seed=number, rules=CaptureRules()))
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"check {number}"}]
         for _ in range(3):
             message = client.chat(messages)[1]["choices"][0]["message"]
@@ -320,7 +325,7 @@ def test_a_teachers_turns_are_tokenised_as_the_student_would_sample_them(
 ) -> None:
     server, oracle = _taught(tmp_path, tokenizer_dir, _call("crm_get", '{"id": "A01"}'), {"content": "done"})
     with server as proxy:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rewrites=()))
+        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rules=CaptureRules()))
         message = client.chat([ASK], model="student")[1]["choices"][0]["message"]
         call_id = message["tool_calls"][0]["id"]
         assert call_id != "x" and call_id.isalnum()
@@ -341,7 +346,7 @@ def test_a_teacher_that_the_student_cannot_quote_is_quarantined(
 ) -> None:
     server, _ = _taught(tmp_path, tokenizer_dir, message)
     with server as proxy:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rewrites=()))
+        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rules=CaptureRules()))
         assert client.chat([ASK])[0] == 200
         assert proxy.close_episode("e").quarantine is QuarantineReason.token_mismatch
 
@@ -349,7 +354,7 @@ def test_a_teacher_that_the_student_cannot_quote_is_quarantined(
 def test_a_failing_teacher_is_an_infrastructure_failure(tmp_path: Path, tokenizer_dir: Path) -> None:
     server, _ = _taught(tmp_path, tokenizer_dir, RuntimeError("lost the script"))
     with server as proxy:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rewrites=()))
+        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rules=CaptureRules()))
         answer = client.chat([ASK])
         assert _error(answer) == (500, "backend_failed") and "lost the script" in answer[1]["error"]["message"]
         assert proxy.close_episode("e").quarantine is QuarantineReason.infra_failed
@@ -357,11 +362,11 @@ def test_a_failing_teacher_is_an_infrastructure_failure(tmp_path: Path, tokenize
 
 def test_episodes_are_opened_and_closed_once(proxy: ProxyServer, client: Client) -> None:
     with pytest.raises(ValueError, match="episode e is open already"):
-        proxy.open_episode("e", sampled_by="policy", seed=1, rewrites=())
+        proxy.open_episode("e", sampled_by="policy", seed=1, rules=CaptureRules())
     with pytest.raises(ValueError, match="no teacher behind this proxy"):
-        proxy.open_episode("f", sampled_by="teacher", seed=1, rewrites=())
-    with pytest.raises(ValueError, match="unknown rewrite 'magic'"):
-        proxy.open_episode("f", sampled_by="policy", seed=1, rewrites=("magic",))
+        proxy.open_episode("f", sampled_by="teacher", seed=1, rules=CaptureRules())
+    with pytest.raises(ValueError, match="announced"):
+        CaptureRules(announced=("magic",))
     proxy.close_episode("e")
     with pytest.raises(KeyError, match="episode e is not open"):
         proxy.close_episode("e")

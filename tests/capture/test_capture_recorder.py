@@ -10,6 +10,7 @@ from occamy.capture.recorder import Call, ContextLimitError, EngineAnswerError, 
 from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments
 from occamy.capture.turn import Prefix
+from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import Origin, QuarantineReason, Segment
 
 TOOLS: list[Any] = [
@@ -23,12 +24,15 @@ ASK = {"role": "user", "content": "set tier of A01 to gold"}
 PROMPT = "<tools>crm:tier ;<user>set tier of A01 to gold<assistant>"
 
 
+NOTHING = CaptureRules()
+
+
 class Talk:
     """A harness in miniature: sends its history, appends the answer."""
 
-    def __init__(self, renderer: Renderer, rewrites: tuple[str, ...] = (), limit: int = 1024) -> None:
+    def __init__(self, renderer: Renderer, rules: CaptureRules = NOTHING, limit: int = 1024) -> None:
         self.renderer = renderer
-        self.recorder = Recorder("e", renderer, seed=7, rewrites=rewrites, context_limit=limit)
+        self.recorder = Recorder("e", renderer, seed=7, rules=rules, context_limit=limit)
         self.history: list[dict[str, Any]] = [ASK]
 
     def begin(self, messages: list[dict[str, Any]] | None = None, role: str = "root", **options: Any) -> Call:
@@ -217,7 +221,7 @@ def test_unexplained_requests_quarantine_and_are_still_answered(talk: Talk, chan
 
 
 def test_a_declared_rewrite_closes_the_segment_and_opens_the_next(renderer: Renderer) -> None:
-    talk = Talk(renderer, rewrites=("summary_replacement",))
+    talk = Talk(renderer, rules=CaptureRules(announced=("summary_replacement",)))
     talk.step(GET, "ok")
     talk.history.append({"role": "user", "content": "summary"})
     talk.step("A01.tier=gold;<end>")
@@ -240,7 +244,7 @@ def test_a_declared_rewrite_closes_the_segment_and_opens_the_next(renderer: Rend
 
 
 def test_pruning_back_to_the_first_prompt_is_no_retry_but_repeating_it_is(renderer: Renderer) -> None:
-    talk = Talk(renderer, rewrites=("history_pruning",))
+    talk = Talk(renderer, rules=CaptureRules(announced=("history_pruning",)))
     talk.step(GET, "ok")
     talk.history = [ASK]
     pruned = talk.begin(rewrite="history_pruning")
@@ -256,7 +260,7 @@ def test_a_rewrite_that_the_episode_did_not_declare_is_unexplained(talk: Talk) -
 
 
 def test_a_rewritten_prefix_shows_calls_as_sampled_not_as_reworked(renderer: Renderer) -> None:
-    talk = Talk(renderer, rewrites=("history_pruning",))
+    talk = Talk(renderer, rules=CaptureRules(announced=("history_pruning",)))
     sampled = 'crm_update{"id":"A01","tier":"gold"}<end>'
     message = talk.finish(talk.begin(), sampled)
     handed = message["tool_calls"][0]
@@ -321,7 +325,7 @@ def test_the_context_limit_counts_prompt_and_answer_and_changes_nothing(renderer
         talk.begin(max_tokens=9)
     assert talk.begin(max_tokens=8).max_new_tokens == 8
     assert talk.begin().max_new_tokens == 8
-    talk = Talk(renderer, rewrites=("history_pruning",), limit=size + 16)
+    talk = Talk(renderer, rules=CaptureRules(announced=("history_pruning",)), limit=size + 16)
     talk.step(GET, '{"ids":["A01","B02"],"next":2}')
     with pytest.raises(ContextLimitError):
         talk.begin(max_tokens=8)

@@ -14,6 +14,7 @@ from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments
 from occamy.capture.store import Store
 from occamy.capture.turn import Exchange
+from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import Origin
 
 ANSWERS = [
@@ -36,7 +37,13 @@ STEP = st.fixed_dictionaries(
 @given(st.lists(STEP, min_size=1, max_size=8))
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_used_token_is_a_target_exactly_once(renderer: Renderer, steps: list[dict[str, Any]]) -> None:
-    recorder = Recorder("e", renderer, seed=0, rewrites=("summary_replacement", "history_pruning"), context_limit=4096)
+    recorder = Recorder(
+        "e",
+        renderer,
+        seed=0,
+        rules=CaptureRules(announced=("summary_replacement", "history_pruning")),
+        context_limit=4096,
+    )
     messages: list[dict[str, Any]] = [{"role": "user", "content": "check A01"}]
     rewrite, prompts, expected = None, [], []
     for number, step in enumerate(steps):
@@ -88,7 +95,7 @@ def test_every_used_token_is_a_target_exactly_once(renderer: Renderer, steps: li
 
 
 def test_the_store_gives_back_what_the_recorder_holds(renderer: Renderer, tmp_path: Path) -> None:
-    recorder = Recorder("e", renderer, seed=0, rewrites=("history_pruning",), context_limit=1024)
+    recorder = Recorder("e", renderer, seed=0, rules=CaptureRules(announced=("history_pruning",)), context_limit=1024)
     store = Store(tmp_path / "capture.sqlite")
     store.open_episode("e", "policy")
     messages: list[dict[str, Any]] = [{"role": "user", "content": "check A01"}]

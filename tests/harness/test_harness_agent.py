@@ -14,9 +14,11 @@ from aiohttp import web
 
 from occamy.contracts.episode import Outcome
 from occamy.contracts.task import Budget
-from occamy.harness.agent import AgentRun, Assignment, run_agent
+from occamy.harness.agent import ComposedHarness
+from occamy.harness.assignment import AgentRun, Assignment, Harness
 from occamy.harness.client import open_http
-from occamy.harness.compose import ResolvedHarness, load, resolve
+from occamy.harness.compose import resolve
+from occamy.harness.loading import load
 from occamy.harness.middleware import TypedError
 
 TOOLS = [{"type": "function", "function": {"name": "crm_get", "parameters": {"type": "object"}}}]
@@ -74,9 +76,13 @@ def completion(message: dict[str, Any], prompt: int, output: int, finish: str) -
 GET = ("crm_get", '{"id":"A01"}')
 
 
+def composed(data: dict[str, Any]) -> Harness:
+    return ComposedHarness(resolve(data))
+
+
 def play(
     script: Sequence[Any],
-    harness: ResolvedHarness | None = None,
+    harness: Harness | None = None,
     budget: Budget | None = None,
 ) -> tuple[AgentRun, Endpoint, list[tuple[str, str]]]:
     """Run an agent against a script. Returns its run, the endpoint and what was dispatched."""
@@ -104,10 +110,11 @@ def play(
             model="nano",
             temperature=1.0,
             max_new_tokens=48,
+            http=open_http(),
         )
         try:
-            async with open_http() as http:
-                return await run_agent(harness or load("react"), task, http)
+            async with task.http:
+                return await (harness or load("react")).run(task)
         finally:
             await runner.cleanup()
 
@@ -173,12 +180,12 @@ def test_wall_time_is_the_agents_unless_the_endpoint_stalls() -> None:
     budget = Budget(turns=9, tool_calls=9, tokens=99, wall_seconds=0.2)
     run, _, _ = play([calls(GET), 5.0], budget=budget)
     assert (run.outcome, run.error) == (Outcome.timed_out, "wall time of 0.2 s is used up")
-    stalling = resolve({"name": "s", "middleware": [{"kind": "budgets", "stall_seconds": 0.1}]})
+    stalling = composed({"name": "s", "middleware": [{"kind": "budgets", "stall_seconds": 0.1}]})
     run, _, _ = play([calls(GET), 5.0], stalling, budget)
     assert run.outcome is Outcome.infra_failed and "pending" in run.error
 
 
-QUICK = resolve({"name": "q", "middleware": [{"kind": "retry", "attempts": 3, "backoff_seconds": 0.001}]})
+QUICK = composed({"name": "q", "middleware": [{"kind": "retry", "attempts": 3, "backoff_seconds": 0.001}]})
 
 
 def test_server_errors_are_retried_byte_for_byte() -> None:
@@ -205,9 +212,9 @@ def test_an_endpoint_that_fails_is_infrastructure(answer: Any, tries: int, error
 def test_nobody_listening_is_infrastructure() -> None:
     async def run() -> AgentRun:
         budget = Budget(turns=9, tool_calls=9, tokens=99)
-        task = Assignment("x", [], lambda n, a: Result("ok"), budget, "http://127.0.0.1:1/v1", "k", "m", 1.0, 8)
         async with open_http() as http:
-            return await run_agent(QUICK, task, http)
+            url = "http://127.0.0.1:1/v1"
+            return await QUICK.run(Assignment("x", [], lambda n, a: Result("ok"), budget, url, "k", "m", 1.0, 8, http))
 
     assert asyncio.run(run()).outcome is Outcome.infra_failed
 
@@ -224,9 +231,9 @@ def test_a_cut_or_empty_answer_is_no_completion(content: str, finish: str) -> No
     assert (run.outcome, run.answer) == (Outcome.agent_failed, "")
 
 
-def compacting(mode: str, **more: Any) -> ResolvedHarness:
+def compacting(mode: str, **more: Any) -> Harness:
     part = {"kind": "compaction", "mode": mode, "budget_tokens": 100, "trigger": 0.5, "characters_per_token": 2, **more}
-    return resolve({"name": "c", "middleware": [part, {"kind": "budgets"}, {"kind": "trace"}]})
+    return composed({"name": "c", "middleware": [part, {"kind": "budgets"}, {"kind": "trace"}]})
 
 
 def roles(body: dict[str, Any]) -> list[str]:

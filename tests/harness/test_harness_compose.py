@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from occamy.harness.compose import CompositionError, load, resolve
+from occamy.harness.agent import ComposedHarness
+from occamy.harness.compose import CompositionError, resolve
+from occamy.harness.loading import load
 from occamy.harness.parts import Budgets, Compaction, Failures, Retry, Trace
 
 LAPTOP: dict[str, Any] = {
@@ -33,18 +35,18 @@ def test_react_is_the_laptop_default() -> None:
         2,
         3,
     )
-    assert harness.rewrites == ("summary_replacement",) and harness.manifest.system == ""
-    assert load("briefed").rewrites == ("history_pruning",) and load("briefed").manifest.system == "work"
+    assert harness.rules.announced == ("summary_replacement",) and harness.manifest.system == ""
+    assert load("briefed").rules.announced == ("history_pruning",) and load("briefed").manifest.system == "work"
 
 
 def test_digest_covers_every_setting_and_writes_out_defaults() -> None:
     one = resolve(LAPTOP)
-    assert one.digest == resolve(dict(LAPTOP)).digest == one.manifest.digest()
+    assert one.digest() == resolve(dict(LAPTOP)).digest() == ComposedHarness(one).digest
     explicit = {**LAPTOP, "prompt": {"layout": "plain"}, "skills": []}
-    assert resolve(explicit).digest == one.digest
-    assert resolve({**LAPTOP, "prompt": {"layout": "briefed"}}).digest != one.digest
+    assert resolve(explicit).digest() == one.digest()
+    assert resolve({**LAPTOP, "prompt": {"layout": "briefed"}}).digest() != one.digest()
     fewer = [{**LAPTOP["middleware"][0], "keep_last": 3}, *LAPTOP["middleware"][1:]]
-    assert resolve({**LAPTOP, "middleware": fewer}).digest != one.digest
+    assert resolve({**LAPTOP, "middleware": fewer}).digest() != one.digest()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_refusals_name_what_is_wrong(change: dict[str, Any], message: str) -> No
 
 def test_skills_join_the_system_message() -> None:
     harness = resolve({**LAPTOP, "prompt": {"layout": "briefed"}, "skills": ["check"]})
-    assert harness.manifest.system == "work\ncheck each change"
+    assert harness.system == "work\ncheck each change"
 
 
 def test_compositions_come_from_files_too(tmp_path: Path) -> None:

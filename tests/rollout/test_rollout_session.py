@@ -22,14 +22,18 @@ from occamy.contracts.manifest import SealError
 from occamy.contracts.release import load_release
 from occamy.contracts.task import TaskContract
 from occamy.engines.local.launch import launch_engine
-from occamy.harness.compose import load, resolve
+from occamy.harness.agent import ComposedHarness
+from occamy.harness.compose import resolve
+from occamy.harness.loading import load
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.jobs import EpisodeJob, make_jobs
 from occamy.rollout.sample import sample_episodes
 from occamy.rollout.session import RolloutSession, RolloutStopped, SessionError
 
 CONFIG = RolloutConfig(concurrency=4, max_new_tokens=16, hold_seconds=30)
-IMPATIENT = resolve({"name": "i", "middleware": [{"kind": "budgets"}, {"kind": "retry", "backoff_seconds": 0.001}]})
+IMPATIENT = ComposedHarness(
+    resolve({"name": "i", "middleware": [{"kind": "budgets"}, {"kind": "retry", "backoff_seconds": 0.001}]})
+)
 
 
 def jobs_of(release: Path, count: int, trials: int = 1, sampled_by: Any = "policy") -> list[EpisodeJob]:

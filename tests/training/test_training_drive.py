@@ -21,7 +21,7 @@ from occamy.contracts.record import digest_file
 from occamy.contracts.release import KIND, contract_bytes, contract_path, load_release
 from occamy.contracts.task import TaskContract
 from occamy.engines.local.launch import launch_engine
-from occamy.harness.compose import load
+from occamy.harness.loading import load
 from occamy.nano.model import Shape, init_weights, save_model
 from occamy.nano.tokenizer import save_tokenizer
 from occamy.rollout.config import RolloutConfig
