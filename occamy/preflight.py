@@ -44,7 +44,7 @@ def inspect(recipe: Recipe, run_dir: Path) -> list[Finding]:
         ("packages", _packages),
         ("disk space", lambda: _disk(recipe, run_dir)),
         ("run directory", lambda: _run_directory(run_dir)),
-        ("base weights", lambda: _base(recipe)),
+        ("base weights", lambda: _base(recipe, run_dir)),
         ("tracking database", lambda: _tracking(run_dir)),
         ("loopback ports", _ports),
     ]
@@ -104,9 +104,10 @@ def base_folder(recipe: Recipe) -> Path:
     return base_checkpoint() if recipe.base == "nano" else base_checkpoint(Path(recipe.base).absolute())
 
 
-def _base(recipe: Recipe) -> str:
+def _base(recipe: Recipe, run_dir: Path) -> str:
     folder = base_folder(recipe)
     card = read_card(folder)
+    RunDirectory(run_dir).check_base(card.weights_digest)
     return f"{card.name} {card.weights_digest[:15]} in {folder}"
 
 

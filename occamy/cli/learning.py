@@ -15,7 +15,7 @@ from occamy.cli.running import run_recipe
 from occamy.contracts.evaluation import EvaluationPool, EvaluationResult, PoolFigures
 from occamy.contracts.manifest import write_atomic
 from occamy.recipe import load_recipe, profile_names
-from occamy.stages.names import BASE, EVALUATION, MARATHON, MARATHON_SFT, SAO, SOUP, SPRINT
+from occamy.stages.names import BASE, EVALUATION, MARATHON, MARATHON_SFT, SAO, SOUP, SPRINT, STAGES
 from occamy.storage.rundir import RunDirectory
 
 
@@ -52,15 +52,16 @@ def learning_command(args: argparse.Namespace) -> int:
 
     console = Console()
     results: dict[int, EvaluationResult] = {}
-    seconds: dict[int, float] = {}
+    seconds: dict[int, dict[str, float]] = {}
     larger = [f"evaluation.tasks={args.tasks}", f"evaluation.trials={args.trials}"]
     for seed in args.seeds:
         recipe = load_recipe(args.profile, [*args.set, *larger], seed)
         run = RunDirectory(args.out / f"table-{recipe.name}-{seed}")
         with run.lock() as lock:
-            seconds[seed] = run_recipe(run, recipe, lock, console)
+            run_recipe(run, recipe, lock, console)
+            seconds[seed] = {name: float(run.record(name).facts["seconds"]) for name in STAGES[1:]}
             results[seed] = read_result(run.stage(EVALUATION))
-    table = learning_table(results) | {"recipe": [args.profile, *args.set], "version": __version__, "seconds": seconds}
+    table = learning_table(results) | {"recipe": [args.profile, *args.set], "version": __version__, "stage_seconds": seconds}
     write_atomic(args.write, json.dumps(table, indent=1).encode() + b"\n")
     print(as_text(table))
     print(args.write)

@@ -36,6 +36,7 @@ from occamy.rollout.jobs import EpisodeJob
 from occamy.sandboxes.local import LocalBackend
 
 _T = TypeVar("_T")
+_HEALTH_S = 5.0
 _MEMORY_FOLDER = Path("/dev/shm")
 
 
@@ -165,6 +166,11 @@ class RolloutSession:
         finally:
             self._proxy.resume()
 
+    def check_engine(self) -> None:
+        """Raise EngineError unless the engine is healthy within a few seconds."""
+        if self._engine_url is not None:
+            self._call(_check_health(self._engine_url))
+
     def seal(self, *, kind: str, parents: dict[str, str], facts: dict[str, Any]) -> Manifest:
         """Write all finished episodes to ``folder/sealed`` and seal it. The same episodes give the same seal."""
         records = self.records()
@@ -227,6 +233,14 @@ async def _update(url: str, path: Path, version: int) -> None:
     client = EngineClient(url)
     try:
         await client.update_weights_from_disk(path, version)
+    finally:
+        await client.close()
+
+
+async def _check_health(url: str) -> None:
+    client = EngineClient(url)
+    try:
+        await client.wait_healthy(_HEALTH_S)
     finally:
         await client.close()
 

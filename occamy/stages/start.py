@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import occamy
-from occamy.preflight import require
+from occamy.contracts.lineage import read_card
+from occamy.preflight import base_folder, require
 from occamy.recipe import Recipe, load_recipe
 from occamy.stages.context import end_with_owner
 from occamy.stages.names import PREFLIGHT
@@ -56,6 +57,7 @@ def preflight(recipe: str, run_dir: str, seed: int, knobs: Mapping[str, float], 
         resolved = load_recipe(recipe, [*knob_overrides(knobs), *_lines(overrides)], seed)
         require(resolved, run.path)
         run.open(resolved, resolved.name, resolved.digest(), resolved.seed)
+        run.pin_base(read_card(base_folder(resolved)).weights_digest)
         note = _open_tracking(run, resolved)
     except (ValueError, RuntimeError, OSError) as e:
         progress.state("failed", str(e))

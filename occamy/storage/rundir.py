@@ -1,12 +1,13 @@
 """The run directory: who made it (run.json), one writer at a time (run.lock), one folder per stage.
 
-run.json  recipe.json  run.lock  progress.jsonl  mlflow.db  report.html  logs/  work/<stage>/
+run.json  recipe.json  base.json  run.lock  progress.jsonl  mlflow.db  report.html  logs/  work/<stage>/
 stages/<stage>.json (record of a finished stage)  stages/<stage>/ (what it made)
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,6 +129,21 @@ class RunDirectory:
                 f"or go on with `occamy run --resume {self.path}`"
             )
 
+    def check_base(self, weights: str) -> None:
+        """Raise RunDirectoryError when this run began from base weights of another digest."""
+        path = self.path / "base.json"
+        began = json.loads(path.read_bytes())["weights_digest"] if path.is_file() else weights
+        if began != weights:
+            raise RunDirectoryError(
+                f"{self.path}: began from base weights {began[:15]}, the recipe's base is now {weights[:15]}; "
+                "put the old base back, or start in a new directory"
+            )
+
+    def pin_base(self, weights: str) -> None:
+        """Note the digest of the base weights that this run begins from. Raises as `check_base`."""
+        self.check_base(weights)
+        write_atomic(self.path / "base.json", canonical_json({"weights_digest": weights}))
+
     @contextmanager
     def lock(self) -> Iterator[int]:
         """Hold the directory for this process and those that inherit the yielded file descriptor.
@@ -156,19 +172,25 @@ class RunDirectory:
 
         Raises RunDirectoryError when the stage finished with other inputs.
         """
-        path = self._record(name)
-        if not path.is_file():
+        if not self.has_finished(name):
             return None
-        try:
-            record = StageRecord.model_validate_json(path.read_bytes())
-        except ValidationError as e:
-            raise RunDirectoryError(f"{path}: unreadable; remove it and run again") from e
+        record = self.record(name)
         if record.inputs != inputs:
             raise RunDirectoryError(
                 f"{self.stage(name)}: was made from other inputs ({record.inputs[:15]}, now {inputs[:15]}); "
-                f"use a new run directory, or remove {path} to make the stage again"
+                f"use a new run directory, or remove {self._record(name)} to make the stage again"
             )
         return record
+
+    def record(self, name: str) -> StageRecord:
+        """The record of a finished stage. Raises RunDirectoryError when there is none, or none that can be read."""
+        path = self._record(name)
+        try:
+            return StageRecord.model_validate_json(path.read_bytes())
+        except FileNotFoundError as e:
+            raise RunDirectoryError(f"{self.stage(name)}: not finished; run the stage first") from e
+        except ValidationError as e:
+            raise RunDirectoryError(f"{path}: unreadable; remove it and run again") from e
 
     def has_finished(self, name: str) -> bool:
         """Whether a stage has its record."""

@@ -261,6 +261,8 @@ class _Driver:
                 job, attempt = attempts[result.record.episode_id]
                 if result.record.outcome is Outcome.infra_failed and attempt < self.job.config.infra_retries:
                     due.append((self._again(job, attempt + 1), attempt + 1))
+        if any(r.outcome is Outcome.infra_failed for r in records):
+            session.check_engine()  # what a dead engine left is sampled again on resume, not sealed
         facts = {
             "step": step,
             "version": version,

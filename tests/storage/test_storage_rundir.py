@@ -47,6 +47,21 @@ def test_refuses_another_version_with_the_fix(tmp_path: Path) -> None:
         run.info()
 
 
+def test_refuses_to_go_on_from_another_base(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.check_base("sha256:aa")
+    run.pin_base("sha256:aa")
+    run.pin_base("sha256:aa")
+    with pytest.raises(RunDirectoryError, match=r"began from base weights sha256:aa, the recipe's base is now sha256:bb"):
+        run.pin_base("sha256:bb")
+
+
+def test_a_stage_record_is_there_or_says_what_to_do(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    with pytest.raises(RunDirectoryError, match="soup: not finished; run the stage first"):
+        run.record("soup")
+
+
 def test_refuses_a_damaged_run_file(tmp_path: Path) -> None:
     run = opened(tmp_path)
     (tmp_path / "run.json").write_text("{")

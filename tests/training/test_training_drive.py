@@ -20,12 +20,13 @@ from occamy.contracts.manifest import seal
 from occamy.contracts.record import digest_file
 from occamy.contracts.release import KIND, contract_bytes, contract_path, load_release
 from occamy.contracts.task import TaskContract
+from occamy.engines.client import EngineError
 from occamy.engines.local.launch import launch_engine
 from occamy.harness.loading import load
 from occamy.nano.model import Shape, init_weights, save_model
 from occamy.nano.tokenizer import save_tokenizer
 from occamy.rollout.config import RolloutConfig
-from occamy.rollout.session import RolloutSession
+from occamy.rollout.session import RolloutSession, RolloutStopped
 from occamy.synthesis.author import Slot
 from occamy.synthesis.config import SynthesisConfig
 from occamy.synthesis.variants import write_task
@@ -162,6 +163,27 @@ def test_sao_takes_one_episode_per_task_and_keeps_what_a_killed_driver_had_sampl
     rows = Exchange(tmp_path / "trainer" / "exchange").metrics()
     assert [row["admitted"] for row in rows] == [6, 6, 6]
     assert rows[0]["updates"] == 0  # the first step trains the critic alone
+
+
+def own_engines() -> list[int]:
+    """Engine processes of this process."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [int(pid) for pid in children if b"occamy.engines.local" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_killed_engine_stops_the_stage_and_leaves_no_thin_batch(init: Path, release: Path, tmp_path: Path) -> None:
+    rollout = ROLLOUT.model_copy(update={"hold_seconds": 1.0, "concurrency": 3})
+
+    def kill(row: dict[str, Any]) -> None:
+        for pid in own_engines():
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises((EngineError, RolloutStopped), match=r"ended with code -9|nobody listens"):
+        run(init, release, tmp_path, SAO.model_copy(update={"max_lag": 0}), rollout=rollout, on_progress=kill)
+    assert len(batches(tmp_path)) == 1
+    run(init, release, tmp_path, SAO.model_copy(update={"max_lag": 0}), rollout=rollout)
+    assert [len(records) for records in batches(tmp_path)] == [6, 6, 6]
+    assert {r.outcome for records in batches(tmp_path) for r in records}.isdisjoint({Outcome.infra_failed})
 
 
 @pytest.mark.usefixtures("deep_sandboxes")
