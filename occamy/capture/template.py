@@ -12,6 +12,8 @@ from jinja2.exceptions import TemplateError as JinjaError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_NO_VARIABLES: Mapping[str, Any] = {}
+
 
 class TemplateError(ValueError):
     """The template cannot express what was asked of it."""
@@ -39,15 +41,24 @@ class ChatTemplate:
             raise ValueError(f"{tokenizer_dir}: the chat template does not compile: {e}") from e
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), *, generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        *,
+        generation_prompt: bool,
+        variables: Mapping[str, Any] = _NO_VARIABLES,
     ) -> str:
-        """Return the text of a conversation. Raises TemplateError when the template refuses it."""
+        """Return the text of a conversation; `variables` are further names that the template reads.
+
+        Raises TemplateError when the template refuses it, or fails on it: its code comes with the model.
+        """
+        names = {**self._specials, **variables, "messages": messages, "tools": tools or None}
         try:
-            return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=generation_prompt, **self._specials
-            )
+            return self._template.render(names, add_generation_prompt=generation_prompt)
         except JinjaError as e:
             raise TemplateError(f"the chat template refuses these messages: {e}") from e
+        except Exception as e:
+            raise TemplateError(f"the chat template fails on these messages: {e!r}") from e
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -42,7 +42,7 @@ def test_named_calls_are_calls_however_broken(text: str, calls: list[tuple[str, 
     "text", ["done", "", '{"id":"A01"}', "A01.tier=gold;", 'crm{"id":"A01"}', 'done crm_get{"id":"A01"}']
 )
 def test_other_text_is_plain_content(text: str) -> None:
-    assert parse_calls(text) == (text, ())
+    assert parse_calls(text) == (text, (), None)
 
 
 def test_rendering_agrees_with_transformers(tokenizer_dir: Path, renderer: Renderer) -> None:
@@ -171,4 +171,4 @@ def test_content_without_special_tokens_keeps_its_ids(renderer: Renderer) -> Non
 
 @pytest.mark.parametrize("arguments", ['{"a":' + "[" * 5000, '{"a":' + "1" * 5000 + "}"])
 def test_arguments_that_python_cannot_read_are_broken_arguments(arguments: str) -> None:
-    assert parse_calls("crm_get" + arguments) == (None, (("crm_get", arguments),))
+    assert parse_calls("crm_get" + arguments) == (None, (("crm_get", arguments),), None)

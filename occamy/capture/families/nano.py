@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from occamy.capture.families.family import ParsedAnswer, ParsedCall, TemplateFamily
 
@@ -12,7 +14,7 @@ _NEXT_CALL = re.compile(r"[a-z]+_[a-z]+\{")
 _DECODER = json.JSONDecoder()
 
 
-def parse_calls(text: str) -> ParsedAnswer:
+def parse_calls(text: str, tools: Sequence[Any] = ()) -> ParsedAnswer:
     """Read a turn as calls if it starts with a tool name, else as plain content.
 
     A named call whose arguments are not one JSON object is still a call and keeps its raw arguments, up to the next
@@ -47,4 +49,6 @@ NANO = TemplateFamily(
     closing="<end>",
     appendable=frozenset({"tool", "user"}),
     parse=parse_calls,
+    header="<assistant>",
+    control=frozenset({"<tools>", "<system>", "<user>", "<assistant>", "<tool>"}),
 )
