@@ -61,7 +61,8 @@ def learning_command(args: argparse.Namespace) -> int:
             run_recipe(run, recipe, lock, console)
             seconds[seed] = {name: float(run.record(name).facts["seconds"]) for name in STAGES[1:]}
             results[seed] = read_result(run.stage(EVALUATION))
-    table = learning_table(results) | {"recipe": [args.profile, *args.set], "version": __version__, "stage_seconds": seconds}
+    table = learning_table(results)
+    table |= {"recipe": [args.profile, *args.set], "version": __version__, "stage_seconds": seconds}
     write_atomic(args.write, json.dumps(table, indent=1).encode() + b"\n")
     print(as_text(table))
     print(args.write)

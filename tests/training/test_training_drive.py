@@ -172,6 +172,7 @@ def own_engines() -> list[int]:
 
 
 def test_a_killed_engine_stops_the_stage_and_leaves_no_thin_batch(init: Path, release: Path, tmp_path: Path) -> None:
+    config = SAO.model_copy(update={"steps": 5})
     rollout = ROLLOUT.model_copy(update={"hold_seconds": 1.0, "concurrency": 3})
 
     def kill(row: dict[str, Any]) -> None:
@@ -179,10 +180,10 @@ def test_a_killed_engine_stops_the_stage_and_leaves_no_thin_batch(init: Path, re
             os.kill(pid, signal.SIGKILL)
 
     with pytest.raises((EngineError, RolloutStopped), match=r"ended with code -9|nobody listens"):
-        run(init, release, tmp_path, SAO.model_copy(update={"max_lag": 0}), rollout=rollout, on_progress=kill)
-    assert len(batches(tmp_path)) == 1
-    run(init, release, tmp_path, SAO.model_copy(update={"max_lag": 0}), rollout=rollout)
-    assert [len(records) for records in batches(tmp_path)] == [6, 6, 6]
+        run(init, release, tmp_path, config, rollout=rollout, on_progress=kill)
+    assert 1 <= len(batches(tmp_path)) < 5
+    run(init, release, tmp_path, config, rollout=rollout)
+    assert [len(records) for records in batches(tmp_path)] == [6] * 5
     assert {r.outcome for records in batches(tmp_path) for r in records}.isdisjoint({Outcome.infra_failed})
 
 
