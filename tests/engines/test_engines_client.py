@@ -208,8 +208,8 @@ def test_refused_connection_is_tried_until_somebody_listens() -> None:
         (answer(version="default"), "weight_version 'default' is not a number"),
         (answer(finish="content_filter"), "finish reason 'content_filter'"),
         (answer() | {"output_ids": [5, 3]}, r"log-probs are for ids \[5, 2\], the output is \[5, 3\]"),
-        ([answer(), answer()], "2 generations came back for n = 1"),
-        ([], "0 generations came back for n = 1"),
+        ([answer(), answer()], "2 generations came back, not 1"),
+        ([], "0 generations came back, not 1"),
     ],
 )
 def test_answers_that_cannot_be_trusted_are_errors(body: object, message: str) -> None:

@@ -6,9 +6,10 @@ G = Q/K, D head width, L key positions, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ class FlatBatch:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     qkv: Tensor
     """[(Q+2K)·D, hidden]: input norm folded in; rotary pairs adjacent; query scale folded in without a head norm."""
     qkv_bias: Tensor | None
@@ -76,11 +77,11 @@ class Model:
         angles = torch.outer(torch.arange(spec.max_positions).float(), 1.0 / spec.rope_theta**half)
         self._rotary = torch.polar(torch.ones_like(angles), angles)  # [max_positions, D/2] complex
 
-    @staticmethod
-    def load(folder: Path) -> Model:
+    @classmethod
+    def load(cls, folder: Path) -> Self:
         """Load a checkpoint folder. Raises CheckpointError (see `read_spec`, `read_tensors`)."""
         spec = read_spec(folder)
-        return Model(spec, read_tensors(folder, spec))
+        return cls(spec, read_tensors(folder, spec))
 
     def new_cache(self, rows: int, length: int) -> Tensor:
         """Zeroed keys and values [layers, 2, rows, K, length, D]; memory is taken only where it is written.
@@ -89,12 +90,14 @@ class Model:
         """
         shape = (self.spec.layers, 2, rows, self.spec.kv_heads, length, self.spec.head_dim)
         try:
-            return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+            # 16 floats more, to start at a multiple of 64 bytes like every tensor of torch.
+            raw = torch.from_numpy(np.zeros(int(np.prod(shape)) + 16, dtype=np.float32))
         except MemoryError as e:
             gib = 4 * np.prod(shape, dtype=np.float64) / 2**30
             raise MemoryError(
                 f"{gib:.1f} GiB for keys and values; lower max_running, cached_rows or context_length"
             ) from e
+        return raw[-raw.data_ptr() % 64 // 4 :][: int(np.prod(shape))].view(shape)
 
     def forward(self, batch: FlatBatch, cache: Tensor, wanted: np.ndarray) -> Tensor:
         """Compute `batch`, write its keys and values into `cache`, and return logits [len(wanted), vocab].
@@ -103,16 +106,17 @@ class Model:
         """
         spec = self.spec
         q_heads, kv_heads, width = spec.heads, spec.kv_heads, spec.head_dim
-        n, both = len(batch.tokens), q_heads + kv_heads
-        x = self._embedding[torch.from_numpy(batch.tokens)]
-        rotary = self._rotary[torch.from_numpy(batch.positions)][:, None]
+        real, both = len(batch.tokens), q_heads + kv_heads
+        n = self._rows(real)
+        x = self._embedding[_index(batch.tokens, n)]
+        rotary = self._rotary[_index(batch.positions, n)][:, None]
         heads = np.arange(kv_heads)
         slots = torch.from_numpy(
             ((batch.rows[:, None] * kv_heads + heads) * cache.shape[4] + batch.positions[:, None]).ravel()
         )
-        attend = _Attention(batch, kv_heads, q_heads // kv_heads)
+        attend = self._attention(batch)
         for keys_values, layer in zip(cache, self._layers, strict=True):
-            qkv = F.linear(_normalise(x, spec.eps), layer.qkv, layer.qkv_bias)
+            qkv = self._linear(_normalise(x, spec.eps), layer.qkv, layer.qkv_bias)
             qk = qkv[:, : both * width].view(n, both, width)
             if layer.head_norm is not None:
                 qk = _normalise(qk, spec.eps) * layer.head_norm
@@ -120,26 +124,40 @@ class Model:
                 n, both, width
             )
             keys, values = keys_values[0], keys_values[1]
-            keys.view(-1, width).index_copy_(0, slots, qk[:, q_heads:].reshape(-1, width))
-            values.view(-1, width).index_copy_(0, slots, qkv[:, both * width :].reshape(-1, width))
+            keys.view(-1, width).index_copy_(0, slots, qk[:real, q_heads:].reshape(-1, width))
+            values.view(-1, width).index_copy_(0, slots, qkv[:real, both * width :].reshape(-1, width))
             mixed = attend(qk[:, :q_heads], keys, values)
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
-            x = x + self._mlp(_normalise(x, spec.eps), layer)
-        return F.linear(_normalise(x[torch.from_numpy(wanted)], spec.eps), self._head)
+            x = x + self._linear(mixed, layer.out, layer.out_bias)
+            x = x + self._mlp(_normalise(x, spec.eps), layer, real)
+        last = x[_index(wanted, self._rows(len(wanted)))]
+        return self._linear(_normalise(last, spec.eps), self._head)[: len(wanted)]
 
-    def _mlp(self, x: Tensor, layer: _Layer) -> Tensor:
+    def _rows(self, n: int) -> int:
+        """How many rows a step over n tokens computes."""
+        return n
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def _attention(self, batch: FlatBatch) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return _Attention(batch, self.spec.kv_heads, self.spec.heads // self.spec.kv_heads)
+
+    def _mlp(self, x: Tensor, layer: Layer, real: int) -> Tensor:
         if layer.router is None:
-            gate, up = F.linear(x, layer.up).chunk(2, dim=-1)
-            return F.linear(F.silu(gate) * up, layer.down)
-        # Sorting token-expert pairs by expert and one grouped product beat a dense product over all experts and a
-        # Python loop over them from 4 tokens on, and lose 10 us at one (hidden 128, 8 experts of width 160).
-        k = self.spec.experts_per_token
-        weight, expert = F.linear(x, layer.router).softmax(dim=-1).topk(k, dim=-1)
+            gate, up = self._linear(x, layer.up).chunk(2, dim=-1)
+            return self._linear(F.silu(gate) * up, layer.down)
+        weight, expert = self._linear(x, layer.router).softmax(dim=-1).topk(self.spec.experts_per_token, dim=-1)
         if self.spec.normalise_topk:
             weight = weight / weight.sum(dim=-1, keepdim=True)
+        return self._experts(x, weight, expert, layer, real)
+
+    def _experts(self, x: Tensor, weight: Tensor, expert: Tensor, layer: Layer, real: int) -> Tensor:
+        """x [N, hidden], weight and expert [N, experts per token] -> [N, hidden]; rows past `real` do not matter."""
+        # Sorting token-expert pairs by expert and one grouped product beat a dense product over all experts and a
+        # Python loop over them from 4 tokens on, and lose 10 us at one (hidden 128, 8 experts of width 160).
         flat = expert.flatten()
         order = flat.argsort()
-        token = order // k
+        token = order // self.spec.experts_per_token
         ends = torch.bincount(flat, minlength=self.spec.experts).cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(x.index_select(0, token), layer.up, offs=ends).chunk(2, dim=-1)
         y = F.grouped_mm(F.silu(gate) * up, layer.down, offs=ends)
@@ -193,6 +211,11 @@ class _Attention:
         return mixed if self._place is None else mixed.index_select(0, self._place)
 
 
+def _index(values: np.ndarray, n: int) -> Tensor:
+    """`values` as a tensor of n entries, zeros behind."""
+    return torch.from_numpy(values if len(values) == n else np.pad(values, (0, n - len(values))))
+
+
 def _normalise(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, eps)
 
@@ -202,7 +225,7 @@ def _pairs(weight: Tensor, width: int) -> Tensor:
     return weight.reshape(-1, 2, width // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-def _prepare(spec: ModelSpec, tensors: dict[str, Tensor], index: int) -> _Layer:
+def _prepare(spec: ModelSpec, tensors: dict[str, Tensor], index: int) -> Layer:
     p = f"model.layers.{index}."
     width, scale = spec.head_dim, spec.head_dim**-0.5
     attention = {k: tensors[f"{p}self_attn.{k}_proj.weight"] for k in "qkvo"}
@@ -223,7 +246,7 @@ def _prepare(spec: ModelSpec, tensors: dict[str, Tensor], index: int) -> _Layer:
         router = None
         up = torch.cat([tensors[p + "mlp.gate_proj.weight"], tensors[p + "mlp.up_proj.weight"]]) * norm
         down = tensors[p + "mlp.down_proj.weight"]
-    return _Layer(
+    return Layer(
         qkv=qkv * tensors[p + "input_layernorm.weight"],
         qkv_bias=qkv_bias,
         head_norm=head_norm,
