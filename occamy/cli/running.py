@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,9 @@ def run_recipe(run: RunDirectory, recipe: Recipe, lock: int, console: Console) -
 def _run_pipeline(run: RunDirectory, lock: int, console: Console) -> None:
     """Start the pipeline process and show its progress until it ends. Raises RunFailed."""
     log = run.log("pipeline")
+    scratch = run.work("tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
     environment = {
         **os.environ,
         OWNER: str(os.getpid()),
@@ -104,6 +108,7 @@ def _run_pipeline(run: RunDirectory, lock: int, console: Console) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(scratch),  # KFP and torchrun leave folders behind
     }
     with log.open("wb") as output, RunScreen(run, STAGES, console) as screen:
         process = subprocess.Popen(
@@ -121,6 +126,7 @@ def _run_pipeline(run: RunDirectory, lock: int, console: Console) -> None:
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise
+    shutil.rmtree(scratch, ignore_errors=True)
     if code != 0:
         raise RunFailed(_failure(run, screen.failures, log))
 
