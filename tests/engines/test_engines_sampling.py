@@ -38,7 +38,7 @@ def test_truncate_keeps_the_smallest_set_that_reaches_top_p_and_at_most_k() -> N
 
 def test_logprob_is_of_the_temperature_scaled_distribution_before_truncation() -> None:
     rows = table(params(temperature=2.0, top_k=1), params(temperature=0.0), params(temperature=0.5, top_p=0.01))
-    ids, logprobs = rows.sample(LOGITS[:3], np.arange(3), np.arange(3))
+    ids, logprobs, _ = rows.sample(LOGITS[:3], np.arange(3), np.arange(3))
     assert ids == [2, 2, 2]
     for logprob, scaled in zip(logprobs, ([0, 0.5, 1], [0, 1, 2], [0, 2, 4]), strict=True):
         assert math.isclose(logprob, scaled[2] - math.log(sum(map(math.exp, scaled))), abs_tol=1e-6)
@@ -47,7 +47,7 @@ def test_logprob_is_of_the_temperature_scaled_distribution_before_truncation() -
 def test_frequencies_follow_the_distribution() -> None:
     n = 20000
     rows = table(params(seed=5))
-    ids, _ = rows.sample(LOGITS[:1].expand(n, 3), np.zeros(n, dtype=np.int64), np.arange(n))
+    ids, _, _ = rows.sample(LOGITS[:1].expand(n, 3), np.zeros(n, dtype=np.int64), np.arange(n))
     share = np.bincount(ids, minlength=3) / n
     expected = np.exp([0, 1, 2]) / np.exp([0, 1, 2]).sum()  # [0.090, 0.245, 0.665]
     assert np.abs(share - expected).max() < 4 * math.sqrt(0.25 / n)
@@ -65,7 +65,7 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch(keys: list[tuple[int, i
     logits = torch.linspace(-1, 1, 7)[None]
     rows = table(*(params(temperature=0.7, top_p=0.9, seed=seed) for seed, _ in keys))
     positions = np.array([position for _, position in keys])
-    together, _ = rows.sample(logits.expand(len(keys), 7), np.arange(len(keys)), positions)
+    together, _, _ = rows.sample(logits.expand(len(keys), 7), np.arange(len(keys)), positions)
     alone = [rows.sample(logits, np.array([i]), positions[i : i + 1])[0][0] for i in range(len(keys))]
     assert together == alone
 
@@ -73,5 +73,5 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch(keys: list[tuple[int, i
 def test_not_finite_logits_give_a_nan_logprob_in_their_own_row_only() -> None:
     logits = LOGITS[:2].clone()
     logits[0, 1] = torch.nan
-    _, logprobs = table(params(), params()).sample(logits, np.arange(2), np.arange(2))
+    _, logprobs, _ = table(params(), params()).sample(logits, np.arange(2), np.arange(2))
     assert math.isnan(logprobs[0]) and math.isfinite(logprobs[1])

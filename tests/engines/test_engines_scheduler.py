@@ -43,7 +43,7 @@ def alone(model: Model, one: Sequence) -> tuple[list[int], list[float]]:
         n = len(tokens)
         flat = FlatBatch(np.array(tokens), np.arange(n), np.zeros(n, dtype=np.int64), 0, [Chunk(0, n, 0, 0)])
         logits = model.forward(flat, model.new_cache(1, n), np.array([n - 1]))
-        token, logprob = table.sample(logits, np.array([0]), np.array([n]))
+        token, logprob, _ = table.sample(logits, np.array([0]), np.array([n]))
         tokens += token
         ids += token
         logprobs += logprob

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from occamy.engines.config import EngineConfig
 from occamy.engines.local.checkpoint import CheckpointError
+from occamy.engines.local.invariant import InvarianceError, InvariantModel, check_invariance
 from occamy.engines.local.model import Model
 from occamy.engines.local.server import EngineServer
 
@@ -40,6 +41,12 @@ def main() -> None:
     parser.add_argument("--prefill-tokens", type=int)
     parser.add_argument("--threads", type=int)
     parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=None,
+        help="an answer depends on its own tokens, seed and weights alone, to the last bit",
+    )
+    parser.add_argument(
         "--launcher-fd", type=int, help="write one JSON line here when ready or failed; end when stdin closes"
     )
     args = parser.parse_args()
@@ -52,14 +59,28 @@ def main() -> None:
     try:
         config = EngineConfig.model_validate(given)
         torch.set_num_threads(config.threads)
-        server = EngineServer(Model.load(args.model), args.model, str(args.weight_version), config)
-    except (CheckpointError, MemoryError, OSError, ValidationError) as e:
+        model = _load(args.model, config)
+        server = EngineServer(model, args.model, str(args.weight_version), config)
+    except (CheckpointError, InvarianceError, MemoryError, OSError, ValidationError) as e:
         _fail(args.launcher_fd, str(e))
     url = f"http://{args.host}:{listener.getsockname()[1]}"
-    asyncio.run(_serve(server, listener, url, args.launcher_fd))
+    spec = model.spec
+    what = f"{spec.family}, {spec.layers} layers, vocabulary {spec.vocab}, context {server.context}"
+    mode = ", deterministic" if config.deterministic else ""
+    ready = f"serving on {url}: {args.model} ({what}{mode}) as weight version {args.weight_version}"
+    asyncio.run(_serve(server, listener, url, ready, args.launcher_fd))
 
 
-async def _serve(server: EngineServer, listener: socket.socket, url: str, launcher_fd: int | None) -> None:
+def _load(folder: Path, config: EngineConfig) -> Model:
+    if not config.deterministic:
+        return Model.load(folder)
+    model = InvariantModel.load(folder)
+    with torch.inference_mode():
+        check_invariance(model)
+    return model
+
+
+async def _serve(server: EngineServer, listener: socket.socket, url: str, ready: str, launcher_fd: int | None) -> None:
     sys.setswitchinterval(_SWITCH_S)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -69,7 +90,7 @@ async def _serve(server: EngineServer, listener: socket.socket, url: str, launch
     runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
     await runner.setup()
     await web.SockSite(runner, listener).start()
-    print(f"serving on {url}", flush=True)
+    print(ready, flush=True)
     if launcher_fd is not None:
         _tell(launcher_fd, {"url": url})
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()

@@ -41,10 +41,12 @@ def launch_engine(
     version: int = 0,
     port: int = 0,
     context_length: int | None = None,
+    deterministic: bool = False,
     start_s: float = 120.0,
 ) -> Iterator[EngineProcess]:
     """Serve `model` (a checkpoint folder) in a child process for the length of the ``with`` block.
 
+    `deterministic` makes each answer independent, to the last bit, of what runs beside it (see `EngineConfig`).
     The child's output goes to `log` (a temporary file by default). Port 0 takes a free one. The child is ended by its
     pid on the way out, and ends by itself when this process dies.
 
@@ -56,6 +58,8 @@ def launch_engine(
     command += ["--max-running", str(max_running), "--threads", str(threads), "--weight-version", str(version)]
     if context_length is not None:
         command += ["--context-length", str(context_length)]
+    if deterministic:
+        command += ["--deterministic"]
     with tempfile.TemporaryDirectory(prefix="occamy-engine-") as scratch:
         path = log or Path(scratch) / "engine.log"
         path.parent.mkdir(parents=True, exist_ok=True)

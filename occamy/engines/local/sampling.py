@@ -22,6 +22,12 @@ class SamplingParams:
     stop: frozenset[int]
     """Token ids that end the sequence; the ending token is kept in the output."""
     seed: int
+    top: int = 0
+    """How many of the likeliest tokens to report for each position."""
+
+
+Tops = list[tuple[float, int]]
+"""Log-probs and ids of the likeliest tokens at one position, best first."""
 
 
 class SamplingTable:
@@ -33,27 +39,33 @@ class SamplingTable:
         self._top_p = np.ones(rows, dtype=np.float32)
         self._top_k = np.full(rows, -1, dtype=np.int64)
         self._seed = np.zeros(rows, dtype=np.uint64)
+        self._top = np.zeros(rows, dtype=np.int64)
 
     def set(self, row: int, params: SamplingParams) -> None:
         """Store the parameters of the sequence that now holds `row`."""
         self._greedy[row] = params.temperature == 0
         self._temperature[row] = params.temperature or 1.0
         self._top_p[row], self._top_k[row] = params.top_p, params.top_k
-        self._seed[row] = params.seed % 2**64
+        self._seed[row], self._top[row] = params.seed % 2**64, params.top
 
-    def sample(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> tuple[list[int], list[float]]:
+    def sample(
+        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
+    ) -> tuple[list[int], list[float], list[Tops]]:
         """Draw one token per row of `logits` [n, vocab] for the sequences in `rows` [n].
 
         `positions` [n] are the positions that the new tokens take. Returns ids and their log-probs under the
         temperature-scaled distribution before top-p and top-k, as SGLang reports them (a greedy token is reported at
-        temperature 1). A log-prob is NaN when the logits were not finite.
+        temperature 1). A log-prob is NaN when the logits were not finite. The third list has the likeliest tokens of
+        each row that asked for them.
         """
         greedy = self._greedy[rows]
-        logprobs = (logits / torch.from_numpy(self._temperature[rows])[:, None]).log_softmax(dim=-1)
+        scaled = logits / torch.from_numpy(self._temperature[rows])[:, None]
+        logprobs = scaled.log_softmax(dim=-1)
         if greedy.all():
             chosen = logits.argmax(dim=-1)
         else:
-            probs = logprobs.exp()
+            # Not logprobs.exp(): the scalar rest of an array would round otherwise than its vectors.
+            probs = scaled.softmax(dim=-1)
             limited = np.flatnonzero(((self._top_p[rows] < 1) | (self._top_k[rows] > 0)) & ~greedy)
             if len(limited):
                 index = torch.from_numpy(limited)
@@ -62,7 +74,14 @@ class SamplingTable:
             chosen = draw(probs, torch.from_numpy(uniform(self._seed[rows], positions)))
             if greedy.any():
                 chosen = torch.where(torch.from_numpy(greedy), logits.argmax(dim=-1), chosen)
-        return chosen.tolist(), logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        tops = [likeliest(logprobs[i], top) if top else [] for i, top in enumerate(self._top[rows].tolist())]
+        return chosen.tolist(), logprobs.gather(1, chosen[:, None])[:, 0].tolist(), tops
+
+
+def likeliest(logprobs: Tensor, count: int) -> Tops:
+    """The `count` best of logprobs [vocab] (fewer if there are fewer)."""
+    best = logprobs.topk(min(count, len(logprobs)))
+    return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
 
 
 def truncate(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

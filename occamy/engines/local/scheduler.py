@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from occamy.engines.config import EngineConfig
 from occamy.engines.local.model import Chunk, FlatBatch, Model
 from occamy.engines.local.prefix import BLOCK, PrefixCache
-from occamy.engines.local.sampling import SamplingParams, SamplingTable
+from occamy.engines.local.sampling import SamplingParams, SamplingTable, Tops, likeliest
 
 
 @dataclass(eq=False, slots=True)
@@ -33,8 +34,15 @@ class Sequence:
     params: SamplingParams
     stream: bool = False
     """Report it after every token, not only at its end."""
+    score_from: int | None = None
+    """First input token of interest for `input_logprobs`; None computes none."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[Tops] = field(default_factory=list)
+    """The likeliest tokens at each position of the output; empty lists unless `params.top` asks for them."""
+    input_logprobs: list[float] = field(default_factory=list)
+    """Log-probs at temperature 1 of the input tokens after `score_from`."""
+    input_tops: list[Tops] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     """SGLang's finish_reason, once ended: type "stop" (with "matched"), "length" (with "length") or "abort"."""
     error: str = ""
@@ -190,6 +198,8 @@ class Scheduler:
             keep = 0
             if source >= 0:
                 useful = min(shared, len(sequence.tokens) - 1)
+                if sequence.score_from is not None:  # what is to be scored is to be computed
+                    useful = min(useful, sequence.score_from)
                 keep = min(useful, self._cache.rows[source].computed)
                 if self._cache.rows[source].busy and useful - keep >= BLOCK:
                     later.append(sequence)
@@ -207,7 +217,10 @@ class Scheduler:
     def _advance(self) -> list[Sequence]:
         batch, sampled = self._plan()
         wanted = np.array([index for index, _ in sampled], dtype=np.int64)
-        logits = self.model.forward(batch, self._cache.data, wanted)
+        scored = [(self._running[c.row], *span) for c in batch.chunks if (span := self._scored(c))]
+        asked = np.concatenate([wanted, *(np.arange(first, first + count) for _, first, count in scored)])
+        logits = self.model.forward(batch, self._cache.data, asked)
+        self._score(scored, logits[len(wanted) :])
         self.counters["steps"] += 1
         for chunk in batch.chunks:
             self._computed(chunk.row, chunk.count)
@@ -215,11 +228,31 @@ class Scheduler:
             self._computed(row, 1)
         if not sampled:
             return []
-        ids, logprobs = self._table.sample(logits, batch.rows[wanted], batch.positions[wanted] + 1)
-        self.counters["output_tokens"] += len(ids)
-        return [
-            s for (_, s), token, logprob in zip(sampled, ids, logprobs, strict=True) if self._take(s, token, logprob)
-        ]
+        drawn = self._table.sample(logits[: len(wanted)], batch.rows[wanted], batch.positions[wanted] + 1)
+        self.counters["output_tokens"] += len(sampled)
+        each = zip(sampled, *drawn, strict=True)
+        return [s for (_, s), token, logprob, top in each if self._take(s, token, logprob, top)]
+
+    def _scored(self, chunk: Chunk) -> tuple[int, int] | None:
+        """(first index, count) of those tokens of the flat batch whose logits score an input token after them."""
+        sequence = self._running[chunk.row]
+        if sequence.score_from is None:
+            return None
+        first = max(chunk.position, sequence.score_from)
+        count = min(chunk.position + chunk.count, len(sequence.tokens) - 1) - first
+        return (chunk.start + first - chunk.position, count) if count > 0 else None
+
+    def _score(self, scored: list[tuple[Sequence, int, int]], logits: Tensor) -> None:
+        """Read the log-probs of input tokens from the logits [tokens, vocab] before them."""
+        at = 0
+        for sequence, _, count in scored:
+            done = (sequence.score_from or 0) + len(sequence.input_logprobs) + 1
+            logprobs = logits[at : at + count].log_softmax(dim=-1)
+            target = torch.tensor(sequence.tokens[done : done + count], dtype=torch.int64)
+            sequence.input_logprobs += logprobs.gather(1, target[:, None])[:, 0].tolist()
+            if sequence.params.top:
+                sequence.input_tops += [likeliest(row, sequence.params.top) for row in logprobs]
+            at += count
 
     def _plan(self) -> tuple[FlatBatch, list[tuple[int, Sequence]]]:
         """The flat batch of this step, and (index of its last token, sequence) for each that samples."""
@@ -253,7 +286,7 @@ class Scheduler:
         sequence.computed += count
         self._cache.rows[row].computed = sequence.computed
 
-    def _take(self, sequence: Sequence, token: int, logprob: float) -> bool:
+    def _take(self, sequence: Sequence, token: int, logprob: float, top: Tops) -> bool:
         """Add a sampled token. True when the sequence is to be reported."""
         if logprob != logprob:
             sequence.error = (
@@ -264,6 +297,7 @@ class Scheduler:
             return True
         sequence.output.append(token)
         sequence.logprobs.append(logprob)
+        sequence.tops.append(top)
         if token in sequence.params.stop:
             sequence.finish = {"type": "stop", "matched": token}
         elif len(sequence.output) >= sequence.params.max_new_tokens:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Awaitable, Callable
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 from aiohttp import web
+from tokenizers import Tokenizer
 
 from occamy.engines.config import EngineConfig
 from occamy.engines.local.checkpoint import CheckpointError
 from occamy.engines.local.model import Model
 from occamy.engines.local.protocol import BadRequest, Generate, Limits, parse, parse_object, render
+from occamy.engines.local.sampling import SamplingParams
 from occamy.engines.local.scheduler import Scheduler, Sequence
 
+Shown = tuple[Sequence, Sequence]
+"""A sequence, and its state when it was reported."""
+
 _PAUSE_MODES = ("abort", "retract", "in_place")
+_HEALTH_S = 20.0
 
 
 class EngineServer:
@@ -29,10 +37,15 @@ class EngineServer:
         self._scheduler = Scheduler(model, version, config, self._report)
         self._limits = Limits(model.spec.vocab, self._scheduler.context, model.spec.eos)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiters: dict[Sequence, asyncio.Queue[Sequence]] = {}
+        self._waiters: dict[Sequence, asyncio.Queue[Shown]] = {}
         self._paused = False
         self._update = asyncio.Lock()
         self._thread = threading.Thread(target=self._scheduler.run, name="generation", daemon=True)
+
+    @property
+    def context(self) -> int:
+        """Tokens of input plus output that a request may have."""
+        return self._scheduler.context
 
     def app(self) -> web.Application:
         """The aiohttp application; starting it starts the generation thread."""
@@ -41,7 +54,7 @@ class EngineServer:
             [
                 web.post("/generate", self._generate),
                 web.get("/health", self._health),
-                web.get("/health_generate", self._health),
+                web.get("/health_generate", self._health_generate),
                 web.get("/model_info", self._model_info),
                 web.get("/get_model_info", self._model_info),
                 web.get("/server_info", self._server_info),
@@ -51,6 +64,7 @@ class EngineServer:
                 web.post("/pause_generation", self._pause),
                 web.post("/continue_generation", self._continue),
                 web.post("/abort_request", self._abort),
+                web.post("/tokenize", self._tokenize),
             ]
         )
         app.on_startup.append(self._start)
@@ -69,39 +83,66 @@ class EngineServer:
         """Called on the generation thread: one wake-up of the event loop per step."""
         assert self._loop is not None
         # A streamed sequence goes on changing: hand over what it is now.
-        shown = [(s, s if s.done else replace(s, output=list(s.output), logprobs=list(s.logprobs))) for s in sequences]
+        shown = [(s, s if s.done else _copy(s)) for s in sequences]
         self._loop.call_soon_threadsafe(self._deliver, shown)
 
-    def _deliver(self, sequences: list[tuple[Sequence, Sequence]]) -> None:
+    def _deliver(self, sequences: list[Shown]) -> None:
         for original, sequence in sequences:
             waiter = self._waiters.get(original)
             if waiter is not None:
-                waiter.put_nowait(sequence)
+                waiter.put_nowait((original, sequence))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         call = parse(await request.read(), self._limits)
-        inbox: asyncio.Queue[Sequence] = asyncio.Queue()
-        for sequence in call.sequences:
-            self._waiters[sequence] = inbox
-        try:
-            self._scheduler.submit(call.sequences)
+        async with self._submitted(call.sequences) as inbox:
             if call.stream:
                 return await _stream(request, call, inbox)
             for _ in call.sequences:
-                _check(await inbox.get())
-        finally:
-            for sequence in call.sequences:
-                del self._waiters[sequence]
-            # The client went away (or one of the batch failed): nobody will read the rest.
-            if unfinished := {s for s in call.sequences if not s.done}:
-                self._scheduler.abort(unfinished.__contains__)
+                _check((await inbox.get())[1])
         answers = [render(s, call.logprobs) for s in call.sequences]
         return _json(answers if call.listed else answers[0])
+
+    @asynccontextmanager
+    async def _submitted(self, sequences: list[Sequence]) -> AsyncIterator[asyncio.Queue[Shown]]:
+        """Queue `sequences`; yields the inbox of their states. What is unfinished at the end of the block is aborted:
+        the client went away, or one of the batch failed, and nobody will read the rest."""
+        inbox: asyncio.Queue[Shown] = asyncio.Queue()
+        self._waiters |= dict.fromkeys(sequences, inbox)
+        try:
+            self._scheduler.submit(sequences)
+            yield inbox
+        finally:
+            for sequence in sequences:
+                del self._waiters[sequence]
+            if unfinished := {s for s in sequences if not s.done}:
+                self._scheduler.abort(unfinished.__contains__)
 
     async def _health(self, _: web.Request) -> web.Response:
         if self._scheduler.failure:
             return _json({"error": {"message": self._scheduler.failure.splitlines()[-1]}}, 503)
         return web.Response()
+
+    async def _health_generate(self, _: web.Request) -> web.Response:
+        """200 once a token was generated; 503 when none was within 20 s (SGLang's limit), as while paused."""
+        params = SamplingParams(0.0, 1.0, -1, 1, frozenset(), 0)
+        probe = Sequence("HEALTH_CHECK", "HEALTH_CHECK", array("i", [0]), params)
+        try:
+            async with asyncio.timeout(_HEALTH_S), self._submitted([probe]) as inbox:
+                _check((await inbox.get())[1])
+        except (TimeoutError, RuntimeError) as e:
+            return _json({"error": {"message": str(e) or f"no token within {_HEALTH_S:g} s; paused or busy?"}}, 503)
+        return web.Response()
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = parse_object(await request.read())
+        prompt, special = body.get("prompt"), body.get("add_special_tokens", True)
+        if not isinstance(prompt, str):
+            raise BadRequest(f"prompt must be a text, not {type(prompt).__name__}")
+        path = self._path / "tokenizer.json"
+        if not path.is_file():
+            raise BadRequest(f"{self._path} has no tokenizer.json; send token ids")
+        tokens = Tokenizer.from_file(str(path)).encode(prompt, add_special_tokens=special is True).ids
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._scheduler.context})
 
     async def _model_info(self, _: web.Request) -> web.Response:
         spec = self._scheduler.model.spec
@@ -156,7 +197,7 @@ class EngineServer:
         return _json({"success": True, "message": f"Serving {path} as version {self._scheduler.version}."})
 
     def _load_same(self, path: Path) -> Model:
-        model, old = Model.load(path), self._scheduler.model.spec
+        model, old = type(self._scheduler.model).load(path), self._scheduler.model.spec
         changed = [k for k, v in vars(old).items() if getattr(model.spec, k) != v]
         if changed:
             raise CheckpointError(
@@ -198,21 +239,32 @@ class EngineServer:
         return web.Response()
 
 
-async def _stream(request: web.Request, call: Generate, inbox: asyncio.Queue[Sequence]) -> web.StreamResponse:
-    """SSE: each event carries all ids so far; ends with [DONE]. Events that queued up while writing are merged."""
+async def _stream(request: web.Request, call: Generate, inbox: asyncio.Queue[Shown]) -> web.StreamResponse:
+    """SSE: each event carries all ids so far; ends with [DONE]. Events that queued up while writing are merged.
+
+    With many sequences each event has the `index` of its own, in the order of the request.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    finished = False
-    while not finished:
-        sequence = await inbox.get()
+    index = {id(s): i for i, s in enumerate(call.sequences)}
+    left = len(call.sequences)
+    while left:
+        latest = dict([await inbox.get()])
         while not inbox.empty():
-            sequence = inbox.get_nowait()
-        finished = sequence.done
-        event = {"error": {"message": sequence.error}} if sequence.error else render(sequence, call.logprobs)
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            latest |= [inbox.get_nowait()]
+        for original, state in latest.items():
+            left -= state.done
+            event: dict[str, Any] = {"error": {"message": state.error}} if state.error else render(state, call.logprobs)
+            if call.listed:
+                event["index"] = index[id(original)]
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
+
+
+def _copy(s: Sequence) -> Sequence:
+    return replace(s, output=list(s.output), logprobs=list(s.logprobs), tops=list(s.tops))
 
 
 def _check(sequence: Sequence) -> None:
@@ -221,7 +273,7 @@ def _check(sequence: Sequence) -> None:
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
 @web.middleware
