@@ -5,20 +5,23 @@ from __future__ import annotations
 from pydantic import Field
 
 from occamy.contracts.record import Record
-from occamy.sandboxes.protocol import Isolation
+from occamy.sandboxes.protocol import Isolation, Network
 
 
 class Limits(Record):
-    """Resource limits of each command (setrlimit). All defaults are our choice."""
+    """Resource limits: of one process by setrlimit, of a command's whole tree by its keeper. All defaults are ours."""
 
     cpu_seconds: int = Field(default=300, ge=1)
     """CPU time of one process, seconds."""
     memory_bytes: int = Field(default=4 << 30, ge=1 << 24)
-    """Address space of one process, bytes."""
+    """Memory of a command's tree, and private data of one process (not mere address space: programs like node
+    reserve far more of that than they use), bytes."""
     file_bytes: int = Field(default=256 << 20, ge=0)
     """Largest file that may be written, bytes."""
+    workspace_bytes: int = Field(default=1 << 30, ge=1 << 20)
+    """Disk that a lease may fill, and size of the largest snapshot, bytes; each file counts as 4096 at least."""
     processes: int = Field(default=256, ge=1)
-    """Processes and threads beyond those that the user already runs. The kernel does not enforce it for root."""
+    """Processes and threads of a command's tree. The kernel refuses more, except to root; the keeper kills the tree."""
     open_files: int = Field(default=512, ge=16)
     """Open file descriptors of one process."""
     output_bytes: int = Field(default=8 << 20, ge=0)
@@ -34,5 +37,10 @@ class LocalSandboxConfig(Record):
     """Weakest level that the recipe accepts; leasing is refused below it. Our choice."""
     env_allow: tuple[str, ...] = ("PATH", "LANG", "LC_ALL", "TZ")
     """Host environment variables that commands inherit; everything else must be given per command. Our choice."""
+    network: Network | None = None
+    """Network rule that the recipe demands; refused where the level cannot give it. None takes the strictest that
+    the level has: proxy-only under bubblewrap, no rule at all under process."""
+    min_free_bytes: int = Field(default=16 << 20, ge=0)
+    """Free disk below which nothing runs and failures count as the host's, bytes. Our choice."""
     limits: Limits = Limits()
     """Resource limits of each command."""

@@ -1,7 +1,8 @@
-"""Runs one command and owns every process that comes of it. Started as a script: standard library only.
+"""Runs one command and owns every process that comes of it, as a process of its own. Standard library only.
 
 It is the subreaper of the command's tree: daemons and double forks come back to it as children. When the other end
-of its control socket goes away (freeze, deadline, or death of the rollout process) it kills them all and exits.
+of its control socket goes away (freeze, deadline, or death of the rollout process), when the lease ends or a limit
+is passed, it kills them all and exits. It reports JSON lines: the command's exit, or why it never ran.
 """
 
 from __future__ import annotations
@@ -15,37 +16,136 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
-_PR_SET_CHILD_SUBREAPER = 36
+from occamy.sandboxes.tree import kill_tree
+from occamy.sandboxes.watch import Watch
+
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_TICK_S = 0.1
+_KILLED = 128 + signal.SIGKILL
 
 
-def main(control: socket.socket) -> None:
-    """Read the spec (one JSON line), run the command, answer its exit status, stay until the tree is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def main(control_fd: int) -> None:
+    """Read the spec (one JSON line), run the command, report, stay until the tree is gone."""
+    control = socket.socket(fileno=control_fd)
+    _prctl(_PR_SET_CHILD_SUBREAPER)
     spec = json.loads(_line(control))
     wake_read, wake_write = os.pipe()
     for fd in (wake_read, wake_write):
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    watch = Watch(**spec["watch"])
+    end = time.monotonic() + spec["seconds"]
+    ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:
-        _become(spec, control)
+        _become(spec, control, theirs)
+    theirs.close()
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    watched: list[socket.socket | int] = [control, wake_read]
+    if fault := _carry(ours, spec["reach"]):
+        _report(control, fault=fault)
+        kill_tree(child)
+        return
+    _keep(child, control, wake_read, watch, end)
+
+
+def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: float) -> None:
+    """Wait for the end of the tree, or bring it about. `child` is the command itself."""
+    watched: list[socket.socket | int] = [control, wake]
     while True:
-        ready, _, _ = select.select(watched, [], [])
-        if wake_read in ready:
+        ready, _, _ = select.select(watched, [], [], _TICK_S)
+        if wake in ready:
             with contextlib.suppress(BlockingIOError):
-                os.read(wake_read, 4096)
-            if not _reap(child, control):
+                os.read(wake, 4096)
+            code, left = _reap(child)
+            if code is not None:
+                child = 0
+                _report(control, exit=code)
+            if not left:
                 return
         if control in ready and not control.recv(64):
-            _kill_tree()
+            kill_tree(child)
             return
+        limit = "deadline" if time.monotonic() > end else watch.passed()
+        if limit:
+            kill_tree(child)
+            if child:
+                _report(control, exit=_KILLED, limit=limit)
+            return
+
+
+def _carry(channel: socket.socket, reach: list[list[Any]]) -> str:
+    """Receive the listeners that the child has opened in its network and serve them. Returns what went wrong."""
+    with channel:
+        if not reach:
+            return ""
+        from occamy.sandboxes import relay  # threads and all: only commands that reach something pay for it
+
+        text, fds, _, _ = socket.recv_fds(channel, 4096, len(reach))
+    relay.start([socket.socket(fileno=fd) for fd in fds], [(host, port) for host, port in reach])
+    return text.decode().strip() if len(fds) == len(reach) else f"no network of its own: {text.decode()}"
+
+
+def _listen(channel: socket.socket, reach: list[list[Any]]) -> None:
+    """In the child: move into a network of its own and hand the listeners to the keeper."""
+    from occamy.sandboxes import relay
+
+    try:
+        listeners = relay.enter_network([(host, port) for host, port in reach])
+    except OSError as e:
+        channel.sendall(str(e).encode())
+        os._exit(127)
+    socket.send_fds(channel, [b" "], [listener.fileno() for listener in listeners])
+
+
+def _become(spec: dict[str, Any], control: socket.socket, channel: socket.socket) -> None:
+    """In the forked child: new session, own network, limits, then the command itself. Never returns."""
+    try:
+        os.setsid()
+        control.close()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        if spec["reach"]:
+            _listen(channel, spec["reach"])
+        limits = dict(spec["limits"])
+        if os.getuid():  # the kernel counts the user's tasks, and does not hold root to a number
+            limits[str(resource.RLIMIT_NPROC)] += _tasks_of_user()
+        for which, value in limits.items():
+            _, hard = resource.getrlimit(int(which))
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(int(which), (value, value))
+        _prctl(_PR_SET_NO_NEW_PRIVS)  # a program with a setuid bit could not be killed by us
+        os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
+    except OSError as e:
+        os.write(2, f"{spec['argv'][0]}: {e.strerror}\n".encode())
+        os._exit(126 if isinstance(e, PermissionError) else 127)
+    finally:
+        os._exit(127)
+
+
+def _reap(child: int) -> tuple[int | None, bool]:
+    """Collect the dead. Returns the command's exit if it is among them, and whether any process is left."""
+    code: int | None = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return code, True
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+                code = code if code >= 0 else 128 - code
+    return code, False
+
+
+def _report(control: socket.socket, **fields: object) -> None:
+    with contextlib.suppress(OSError):
+        control.sendall(json.dumps(fields).encode() + b"\n")
 
 
 def _line(control: socket.socket) -> bytes:
@@ -58,81 +158,8 @@ def _line(control: socket.socket) -> bytes:
     return data
 
 
-def _become(spec: dict[str, Any], control: socket.socket) -> None:
-    """In the forked child: new session, limits, then the command itself. Never returns."""
-    try:
-        os.setsid()
-        control.close()
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        limits = dict(spec["limits"])
-        limits[str(resource.RLIMIT_NPROC)] += _tasks_of_user()
-        for which, value in limits.items():
-            _, hard = resource.getrlimit(int(which))
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(int(which), (value, value))
-        os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
-    except OSError as e:
-        os.write(2, f"{spec['argv'][0]}: {e.strerror}\n".encode())
-        os._exit(126 if isinstance(e, PermissionError) else 127)
-    finally:
-        os._exit(127)
-
-
-def _reap(child: int, control: socket.socket) -> bool:
-    """Collect the dead, report the command's exit. Returns False when no process is left."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return False
-        if pid == 0:
-            return True
-        if pid == child:
-            code = os.waitstatus_to_exitcode(status)
-            with contextlib.suppress(OSError):
-                control.sendall(f"{code if code >= 0 else 128 - code}\n".encode())
-
-
-def _kill_tree() -> None:
-    """Stop all descendants until no new one appears (a stopped process cannot fork), then kill and reap them."""
-    while True:
-        stopped: set[int] = set()
-        while new := _descendants() - stopped:
-            _signal(new, signal.SIGSTOP)
-            stopped |= new
-        _signal(stopped, signal.SIGKILL)
-        try:
-            while True:
-                os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def _signal(pids: set[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _descendants() -> set[int]:
-    parents = {int(name): _parent(name) for name in os.listdir("/proc") if name.isdigit()}
-    found = {os.getpid()}
-    grew = True
-    while grew:
-        more = {pid for pid, parent in parents.items() if parent in found} - found
-        found |= more
-        grew = bool(more)
-    return found - {os.getpid()}
-
-
-def _parent(pid: str) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            return int(f.read().rpartition(b")")[2].split()[1])
-    except OSError:
-        return 0
+def _prctl(option: int) -> None:
+    ctypes.CDLL(None).prctl(option, 1, 0, 0, 0)
 
 
 def _tasks_of_user() -> int:
@@ -144,7 +171,3 @@ def _tasks_of_user() -> int:
                 if os.stat(f"/proc/{name}").st_uid == os.getuid():
                     count += len(os.listdir(f"/proc/{name}/task"))
     return count
-
-
-if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))

@@ -4,41 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 import os
 import secrets
-import shutil
 import signal
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from occamy.contracts.episode import Outcome
-from occamy.sandboxes import archive, paths
-from occamy.sandboxes.bubblewrap import available, wrap
+from occamy.sandboxes import archive, paths, roots
+from occamy.sandboxes.bubblewrap import View, available, wrap, write_etc
 from occamy.sandboxes.config import LocalSandboxConfig
-from occamy.sandboxes.process import Command, start
+from occamy.sandboxes.process import Command, Launch, start
 from occamy.sandboxes.protocol import (
+    DiskFull,
     ExecResult,
     Isolation,
     IsolationRefused,
+    LeaseExpired,
     LeaseLost,
+    Network,
+    SandboxDied,
     SandboxError,
     SandboxFrozen,
     Snapshot,
 )
+from occamy.sandboxes.watch import room
 
 MARKER = "OCCAMY_LEASE"
 """Environment variable that names the lease in every process it starts."""
+_KILL_WAIT_S = 10.0
+_FOLDERS = ("workspace", "home", "tmp")
 
 
 class LocalBackend:
-    """Leases folders below `root`, best on a memory-backed file system. `root` is emptied when the backend starts."""
+    """Leases folders below `root`, best on a memory-backed file system.
+
+    `root` is emptied when the backend starts, and removed by `close`, or when this process dies.
+    """
 
     def __init__(self, root: Path, config: LocalSandboxConfig) -> None:
         """Raises IsolationRefused when this machine cannot give the level that `config` asks for."""
-        self._root = root
-        self._config = config
+        self.config = config
         self._numbers = itertools.count()
         strongest = Isolation.bubblewrap if available() else Isolation.process
         self.isolation = strongest if config.isolation is None else config.isolation
@@ -49,40 +59,90 @@ class LocalBackend:
                 f"isolation {required.value!r} is required, {given.value!r} is what can be given here; "
                 "install bubblewrap, or lower sandbox.isolation and sandbox.minimum_isolation"
             )
-        shutil.rmtree(root, ignore_errors=True)
-        root.mkdir(parents=True)
+        if config.network is not None and given is Isolation.process:
+            raise IsolationRefused(
+                f"sandbox.network {config.network.value!r} cannot be kept by isolation 'process'; "
+                "set sandbox.isolation to bubblewrap, or leave sandbox.network out"
+            )
+        self._root = roots.Root(root)
+        self._etc = self._root.folder / "etc"
+        write_etc(self._etc)
 
-    async def lease(self, pool: str, owner: str, deadline_s: float) -> LocalSandbox:
+    async def lease(
+        self,
+        pool: str,
+        owner: str,
+        deadline_s: float,
+        *,
+        reach: Sequence[tuple[str, int]] = (),
+        readable: Sequence[Path] = (),
+    ) -> LocalSandbox:
         """Make a lease folder. Nothing else happens until a command runs."""
-        folder = self._root / f"{pool}-{next(self._numbers):06d}"
+        for host, port in reach:
+            _check_address(host, port)
+        for path in readable:
+            self._check_readable(path)
+        if reach and self.config.network is Network.none:
+            raise IsolationRefused(
+                f"lease for {owner}: has to reach {reach[0][0]}:{reach[0][1]}, and sandbox.network is 'none'; "
+                "set it to proxy-only, or use a harness that runs outside of the sandbox"
+            )
+        folder = self._root.folder / f"{pool}-{next(self._numbers):06d}"
         try:
             folder.mkdir()
-            workspace = folder / "workspace"
-            workspace.mkdir()
+            for name in _FOLDERS:
+                (folder / name).mkdir()
         except OSError as e:
-            raise SandboxError(f"lease for {owner}: cannot make {folder}: {e.strerror}") from e
-        return LocalSandbox(folder, owner, time.monotonic() + deadline_s, self.isolation, self._config)
+            raise _refusal(f"lease for {owner}: cannot make {folder}", e) from e
+        sandbox = LocalSandbox(self, folder, owner, time.monotonic() + deadline_s, reach, readable)
+        sandbox.check_room()
+        return sandbox
 
     def close(self) -> None:
         """Remove the root folder with all that leases left."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        self._root.close()
+
+    def view(self, folder: Path, readable: Sequence[Path]) -> View:
+        """What commands of the lease in `folder` see under bubblewrap."""
+        own = tuple(folder / name for name in _FOLDERS)
+        return View(writable=own, readable=tuple(readable), etc=self._etc)
+
+    def _check_readable(self, path: Path) -> None:
+        root = self._root.folder
+        if not path.is_absolute() or not path.exists():
+            raise ValueError(f"readable path {str(path)!r}: not an absolute path of something that exists")
+        if path.resolve() in (root, *root.parents) or path.is_relative_to(root):
+            raise ValueError(f"readable path {str(path)!r}: holds the leases; name the folders that are needed instead")
 
 
 class LocalSandbox:
     """One lease. See `Sandbox` for the contract of each method."""
 
     def __init__(
-        self, folder: Path, owner: str, deadline: float, isolation: Isolation, config: LocalSandboxConfig
+        self,
+        backend: LocalBackend,
+        folder: Path,
+        owner: str,
+        deadline: float,
+        reach: Sequence[tuple[str, int]],
+        readable: Sequence[Path],
     ) -> None:
         self.id = secrets.token_hex(8)
         self.owner = owner
-        self.isolation = isolation
+        self.isolation = backend.isolation
         self.workspace = folder / "workspace"
+        self._backend = backend
+        self._config = backend.config
         self._folder = folder
         self._deadline = deadline
-        self._config = config
+        self._reach = tuple(reach)
+        self._view = backend.view(folder, readable)
+        self._room = room(str(folder))
+        self._place = _identity(self.workspace)
         self._commands: list[Command] = []
+        self._starting = asyncio.Lock()
         self._ran = False
+        self._certain = True
         self._frozen = False
         self._released = False
 
@@ -95,62 +155,105 @@ class LocalSandbox:
         cwd: str = ".",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        self._writable("run a command")
-        where = self._cwd(cwd)
         began = time.monotonic()
-        command = await self._start(argv, dict(env or {}), where)
-        self._commands.append(command)
+        async with self._starting:  # freeze waits for a start in progress, and none follows it
+            self._writable("run a command")
+            self.check_room()
+            command = await self._start(argv, dict(env or {}), self._cwd(cwd))
         try:
             code = await command.finish(stdin, min(timeout_s, self._deadline - began))
-        except BaseException:
+        except SandboxError:
             await self._kill_all()
             raise
+        except BaseException:
+            await command.kill()
+            raise
+        if command.killed:
+            self._writable("finish a command", expired=False)
         if code is None:
             await command.kill()
-            outcome = Outcome.timed_out
-        else:
-            outcome = Outcome.completed if code == 0 else Outcome.agent_failed
         out, err = command.output()
-        return ExecResult(outcome, code, out, err, time.monotonic() - began, command.truncated)
+        if code and not command.limit:
+            self.check_room()
+        return ExecResult(
+            outcome=Outcome.timed_out if code is None else Outcome.agent_failed if code else Outcome.completed,
+            exit_code=code,
+            stdout=out,
+            stderr=err,
+            seconds=time.monotonic() - began,
+            truncated=command.truncated,
+            limit=command.limit,
+        )
 
     async def read(self, path: str) -> bytes:
         self._alive()
-        return paths.read_file(self.workspace, path)
+        return paths.read_file(self.workspace, path, self._config.limits.workspace_bytes)
 
     async def write(self, path: str, data: bytes) -> None:
         self._writable("write")
         paths.write_file(self.workspace, path, data)
 
     async def freeze(self) -> None:
-        self._frozen = True
-        await self._kill_all()
+        async with self._starting:
+            self._frozen = True
+            await self._kill_all()
+        if not self._certain:
+            raise SandboxDied(f"lease {self.id} of {self.owner}: a keeper was killed, processes may have outlived it")
+        self._check_place()
 
     async def snapshot(self) -> Snapshot:
         self._alive()
-        return archive.pack(self.workspace)
+        self._check_place()
+        return archive.pack(self.workspace, self._config.limits.workspace_bytes)
 
     async def restore(self, archive_bytes: bytes) -> None:
-        self._writable("restore")
-        await self._kill_all()
-        shutil.rmtree(self.workspace)
-        self.workspace.mkdir()
-        archive.unpack(archive_bytes, self.workspace)
+        async with self._starting:
+            self._writable("restore")
+            await self._kill_all()
+            incoming = self._folder / "incoming"
+            incoming.mkdir()
+            try:
+                archive.unpack(archive_bytes, incoming, self._config.limits.workspace_bytes)
+                roots.remove(self.workspace)
+                incoming.rename(self.workspace)
+            finally:
+                roots.remove(incoming)
+            self._place = _identity(self.workspace)
 
     async def release(self) -> None:
-        if not self._released:
-            self._released = True
-            await self._kill_all()
-            shutil.rmtree(self._folder, ignore_errors=True)
+        async with self._starting:
+            if not self._released:
+                self._released = True
+                await self._kill_all()
+                roots.remove(self._folder)
 
-    def _alive(self) -> None:
-        if self._released or time.monotonic() > self._deadline:
-            state = "was released" if self._released else "is past its deadline"
-            raise LeaseLost(f"lease {self.id} of {self.owner} {state}; take a new lease")
+    def check_room(self) -> None:
+        """Raise DiskFull when the file system of the lease has next to nothing left, SandboxDied when it is gone."""
+        try:
+            at = os.statvfs(self._folder)
+        except OSError as e:
+            raise SandboxDied(f"lease {self.id} of {self.owner}: {self._folder}: {e.strerror}") from e
+        if (free := at.f_bavail * at.f_frsize) < self._config.min_free_bytes:
+            raise DiskFull(
+                f"lease {self.id} of {self.owner}: {free} bytes free under {self._folder}, "
+                f"{self._config.min_free_bytes} needed; free some, or lower sandbox.min_free_bytes"
+            )
 
-    def _writable(self, what: str) -> None:
-        self._alive()
+    def _alive(self, *, expired: bool = True) -> None:
+        if self._released:
+            raise LeaseLost(f"lease {self.id} of {self.owner} was released; take a new lease")
+        if expired and time.monotonic() > self._deadline:
+            raise LeaseExpired(f"lease {self.id} of {self.owner} is past its deadline; take a new lease")
+
+    def _writable(self, what: str, *, expired: bool = True) -> None:
+        self._alive(expired=expired)
         if self._frozen:
             raise SandboxFrozen(f"lease {self.id} of {self.owner} is frozen; cannot {what}")
+
+    def _check_place(self) -> None:
+        """A process-level agent can move its workspace away and put something else there."""
+        if _identity(self.workspace) != self._place:
+            raise SandboxDied(f"lease {self.id} of {self.owner}: its workspace was removed or replaced")
 
     def _cwd(self, cwd: str) -> Path:
         parts = paths.parts_of(cwd)
@@ -159,36 +262,84 @@ class LocalSandbox:
         return self.workspace.joinpath(*parts)
 
     async def _start(self, argv: Sequence[str], env: dict[str, str], where: Path) -> Command:
-        home, temporary = self._folder / "home", self._folder / "tmp"
-        if not self._ran:
-            home.mkdir(exist_ok=True)
-            temporary.mkdir(exist_ok=True)
-            self._ran = True
+        await self._collect([c for c in self._commands if c.gone])
         inherited = {name: os.environ[name] for name in self._config.env_allow if name in os.environ}
+        home, temporary = self._folder / "home", self._folder / "tmp"
         own = {"HOME": str(home), "TMPDIR": str(temporary), "PWD": str(where), MARKER: self.id}
+        reach = self._reach if self.isolation is Isolation.bubblewrap else ()
         line = list(argv)
         if self.isolation is Isolation.bubblewrap:
-            line = wrap(line, writable=(self.workspace, home, temporary), cwd=where)
-        return await start(line, inherited | own | env, where, self._config.limits)
+            line = wrap(line, self._view, where, own_network=not reach)
+        self._ran = True
+        seconds = self._deadline - time.monotonic()
+        command = await start(
+            Launch(
+                argv=line,
+                env=inherited | own | env,
+                cwd=where,
+                limits=self._config.limits,
+                folder=self._folder,
+                room=self._room,
+                seconds=seconds,
+                reach=reach,
+            )
+        )
+        self._commands.append(command)
+        return command
 
     async def _kill_all(self) -> None:
-        commands, self._commands = self._commands, []
+        commands = list(self._commands)
         for command in commands:
             await command.kill()
         if self._ran:
-            await _kill_marked(self.id)
+            self._certain &= await _kill_marked(self.id)
+        await self._collect(commands)
+
+    async def _collect(self, commands: list[Command]) -> None:
         for command in commands:
-            await command.collect()
+            self._certain &= await command.collect()
+            if command in self._commands:
+                self._commands.remove(command)
 
 
-async def _kill_marked(lease: str) -> None:
-    """Second line of defence, for a tree whose keeper was killed by it: whoever carries the lease's marker dies."""
+def _check_address(host: str, port: int) -> None:
+    try:
+        near = host == "localhost" or ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        near = False
+    if not near or not 0 < port < 1 << 16:
+        raise ValueError(f"cannot reach {host}:{port} from a sandbox; serve it on a port of 127.0.0.1")
+
+
+def _refusal(what: str, error: OSError) -> SandboxError:
+    kind = DiskFull if error.errno in paths.FULL else SandboxError
+    return kind(f"{what}: {error.strerror}")
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder this is; None when there is no folder, or a link to one."""
+    try:
+        at = folder.lstat()
+    except OSError:
+        return None
+    return (at.st_dev, at.st_ino) if stat.S_ISDIR(at.st_mode) else None
+
+
+async def _kill_marked(lease: str) -> bool:
+    """Second line of defence, for a tree whose keeper was killed by it: whoever carries the lease's marker dies.
+
+    Returns False when one of them does not.
+    """
     marker = f"{MARKER}={lease}".encode()
+    end = time.monotonic() + _KILL_WAIT_S
     while pids := [pid for pid in _pids() if marker in _environment(pid)]:
+        if time.monotonic() > end:
+            return False
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(0.001)
+    return True
 
 
 def _pids() -> list[int]:

@@ -14,8 +14,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from occamy.sandboxes.protocol import PathRefused, ShortWrite
+from occamy.sandboxes.protocol import DiskFull, PathRefused, SandboxDied, SandboxError, ShortWrite, WorkspaceRefused
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors that say that no more can be written."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -29,8 +31,8 @@ def parts_of(path: str) -> tuple[str, ...]:
     return parts
 
 
-def read_file(root: Path, path: str) -> bytes:
-    """Read one regular file below `root`. Raises PathRefused, FileNotFoundError."""
+def read_file(root: Path, path: str, limit: int) -> bytes:
+    """Read one regular file below `root`. Raises PathRefused, FileNotFoundError, WorkspaceRefused beyond `limit`."""
     *folders, name = _nonempty(path)
     with _descend(root, folders, path, create=False) as folder:
         try:
@@ -40,7 +42,10 @@ def read_file(root: Path, path: str) -> bytes:
         with open(fd, "rb") as f:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise PathRefused(f"{path!r}: not a regular file")
-            return f.read()
+            data = f.read(limit + 1)
+        if len(data) > limit:
+            raise WorkspaceRefused(f"{path!r}: more than {limit} bytes; raise sandbox.limits.workspace_bytes")
+        return data
 
 
 def write_file(root: Path, path: str, data: bytes, mode: int = 0o644) -> None:
@@ -77,20 +82,36 @@ def link_file(root: Path, path: str, target: str) -> None:
     """Make a symbolic link below `root`; where it points is not followed here. Raises PathRefused for its own path."""
     *folders, name = _nonempty(path)
     with _descend(root, folders, path, create=True) as folder:
-        os.symlink(target, name, dir_fd=folder)
+        try:
+            os.symlink(target, name, dir_fd=folder)
+        except OSError as e:
+            raise _refusal(e, path) from e
+
+
+def open_root(root: Path) -> int:
+    """A descriptor of the folder itself. Raises SandboxDied when it is gone, or is a link now."""
+    try:
+        return os.open(root, _FOLDER)
+    except OSError as e:
+        raise SandboxDied(f"{root}: the workspace was removed or replaced ({e.strerror})") from e
+
+
+def open_folder(name: str, inside: int) -> int:
+    """A descriptor of one folder inside another. Raises OSError, for a link too."""
+    return os.open(name, _FOLDER, dir_fd=inside)
 
 
 @contextlib.contextmanager
 def _descend(root: Path, folders: list[str], path: str, *, create: bool) -> Iterator[int]:
     """Open the folder that holds the file, component by component."""
-    fd = os.open(root, _FOLDER)
+    fd = open_root(root)
     try:
         for part in folders:
             try:
                 if create:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, 0o755, dir_fd=fd)
-                deeper = os.open(part, _FOLDER, dir_fd=fd)
+                deeper = open_folder(part, fd)
             except OSError as e:
                 raise _refusal(e, path) from e
             os.close(fd)
@@ -106,7 +127,7 @@ def _write_all(fd: int, data: bytes, path: str) -> None:
         try:
             written = os.write(fd, view)
         except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            if e.errno not in FULL:
                 raise
             written = 0
         if written == 0:
@@ -130,6 +151,10 @@ def _refusal(error: OSError, path: str) -> Exception:
         return PathRefused(f"{path!r}: goes through a symbolic link or a file; give a plain path inside the workspace")
     if error.errno == errno.EISDIR:
         return PathRefused(f"{path!r}: is a folder; give a file")
+    if error.errno in (errno.ENAMETOOLONG, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENXIO):
+        return PathRefused(f"{path[:100]!r}: {error.strerror}; give another path")
     if error.errno == errno.ENOENT:
         return FileNotFoundError(errno.ENOENT, "no such file in the workspace", path)
-    return error
+    if error.errno in FULL:
+        return DiskFull(f"{path!r}: {error.strerror}")
+    return SandboxError(f"{path!r}: {error.strerror}")

@@ -11,14 +11,36 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from occamy.sandboxes import keeper
+import occamy
 from occamy.sandboxes.config import Limits
-from occamy.sandboxes.protocol import SandboxError
+from occamy.sandboxes.protocol import SandboxDied, SandboxError
 
 _KILL_WAIT_S = 10.0
 _DRAIN_S = 0.2  # after the command's exit, background processes may hold its pipes open for ever
+_PACKAGES = str(Path(occamy.__file__).resolve().parent.parent)
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from occamy.sandboxes.keeper import main; main(int(sys.argv[2]))"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command and the bounds of its tree."""
+
+    argv: Sequence[str]
+    env: dict[str, str]
+    cwd: Path
+    limits: Limits
+    folder: Path
+    """Folder of the lease, whose size is limited."""
+    room: int
+    """What was free on its file system when the lease began, as `watch.room` counts it."""
+    seconds: float
+    """Seconds until the lease ends, and the tree with it."""
+    reach: Sequence[tuple[str, int]] = ()
+    """Addresses of the host to carry into a network of the command's own; empty leaves the network as it is."""
 
 
 class Command:
@@ -32,12 +54,15 @@ class Command:
         output_bytes: int,
     ) -> None:
         self.truncated = False
+        self.limit = ""
+        self.killed = False
         self._process = process
-        self._reader = reader
         self._control = control
-        self._limit = output_bytes
+        self._bytes = output_bytes
         self._out = bytearray()
         self._err = bytearray()
+        self._report: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
+        self._reports = asyncio.create_task(self._follow(reader))
         assert process.stdout is not None and process.stderr is not None
         self._drains = [
             asyncio.create_task(self._drain(process.stdout, self._out)),
@@ -45,19 +70,32 @@ class Command:
         ]
 
     async def finish(self, stdin: bytes, timeout_s: float) -> int | None:
-        """Feed stdin and wait for the command (not its daemons). Returns the exit status, None at the deadline."""
+        """Feed stdin and wait for the command (not its daemons). Its exit, None at a deadline, 137 after `kill`.
+
+        Raises SandboxDied when the keeper went first, SandboxError when it could not set the command up.
+        """
         feed = asyncio.create_task(self._feed(stdin))
         try:
             async with asyncio.timeout(timeout_s):
-                line = await self._reader.readline()
+                report = await asyncio.shield(self._report)
         except TimeoutError:
             return None
         finally:
             feed.cancel()
-        if not line:
-            raise SandboxError("the keeper of a command died before the command ended")
+        if report is None:
+            if self.killed:
+                return 128 + signal.SIGKILL
+            raise SandboxDied("the keeper of a command died before the command ended")
+        if "fault" in report:
+            raise SandboxError(f"a command could not be set up: {report['fault']}")
         await asyncio.wait(self._drains, timeout=_DRAIN_S)
-        return int(line)
+        self.limit = report.get("limit", "")
+        return None if self.limit == "deadline" else int(report["exit"])
+
+    @property
+    def gone(self) -> bool:
+        """True when the keeper is gone, and the tree with it if the keeper ended well: see `collect`."""
+        return self._reports.done()
 
     def output(self) -> tuple[bytes, bytes]:
         """What stdout and stderr gave so far."""
@@ -65,19 +103,28 @@ class Command:
 
     async def kill(self) -> None:
         """End the whole tree, daemons included, and wait until its keeper is gone. Safe to call again."""
+        self.killed = True
         with contextlib.suppress(OSError):
             self._control.write_eof()
-        try:
-            await asyncio.wait_for(self._reader.read(), _KILL_WAIT_S)
-        except TimeoutError:
+        _, late = await asyncio.wait([self._reports], timeout=_KILL_WAIT_S)
+        if late:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._control.close()
 
-    async def collect(self) -> None:
-        """After `kill`, and the end of whoever held its pipes: let go of the pipes and the exit status."""
-        await asyncio.wait(self._drains, timeout=_KILL_WAIT_S)
-        await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S)
+    async def collect(self) -> bool:
+        """After `kill`: let go of pipes and exit status. Returns whether it is certain that the tree is gone."""
+        _, held = await asyncio.wait(self._drains, timeout=_KILL_WAIT_S)
+        return await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S) == 0 and not held
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        """Take the keeper's first report; return when the keeper is gone."""
+        with contextlib.suppress(OSError):
+            if line := await reader.readline():
+                self._report.set_result(json.loads(line))
+                await reader.read()
+        if not self._report.done():
+            self._report.set_result(None)
 
     async def _feed(self, data: bytes) -> None:
         pipe = self._process.stdin
@@ -89,43 +136,58 @@ class Command:
 
     async def _drain(self, stream: asyncio.StreamReader, kept: bytearray) -> None:
         while chunk := await stream.read(1 << 16):
-            room = self._limit - len(kept)
+            room = self._bytes - len(kept)
             kept += chunk[:room]
             self.truncated |= len(chunk) > room
 
 
-async def start(argv: Sequence[str], env: dict[str, str], cwd: Path, limits: Limits) -> Command:
-    """Start `argv` under a keeper. Raises SandboxError when the host cannot start processes."""
+async def start(launch: Launch) -> Command:
+    """Start a command under a keeper. Raises SandboxError when the host cannot start processes."""
     ours, theirs = socket.socketpair()
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", keeper.__file__, str(theirs.fileno())),
+            *(sys.executable, "-I", "-S", "-c", _BOOT, _PACKAGES, str(theirs.fileno())),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
-            cwd=cwd,
+            cwd=launch.cwd,
             env={},
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
         )
-    except OSError as e:
+    except BaseException as e:
         ours.close()
-        raise SandboxError(f"cannot start a process for {argv[0]!r}: {e.strerror}") from e
+        if isinstance(e, OSError):
+            raise SandboxError(f"cannot start a process for {launch.argv[0]!r}: {e.strerror}") from e
+        raise
     finally:
         theirs.close()
     reader, control = await asyncio.open_connection(sock=ours)
-    spec = {"argv": list(argv), "env": env, "limits": _rlimits(limits)}
-    control.write(json.dumps(spec).encode() + b"\n")
-    return Command(process, reader, control, limits.output_bytes)
+    control.write(json.dumps(_spec(launch)).encode() + b"\n")
+    return Command(process, reader, control, launch.limits.output_bytes)
 
 
-def _rlimits(limits: Limits) -> dict[int, int]:
+def _spec(launch: Launch) -> dict[str, Any]:
+    limits = launch.limits
     return {
-        resource.RLIMIT_CPU: limits.cpu_seconds,
-        resource.RLIMIT_AS: limits.memory_bytes,
-        resource.RLIMIT_FSIZE: limits.file_bytes,
-        resource.RLIMIT_NPROC: limits.processes,
-        resource.RLIMIT_NOFILE: limits.open_files,
-        resource.RLIMIT_CORE: 0,
+        "argv": list(launch.argv),
+        "env": launch.env,
+        "reach": list(launch.reach),
+        "seconds": launch.seconds,
+        "limits": {
+            resource.RLIMIT_CPU: limits.cpu_seconds,
+            resource.RLIMIT_DATA: limits.memory_bytes,
+            resource.RLIMIT_FSIZE: limits.file_bytes,
+            resource.RLIMIT_NPROC: limits.processes,
+            resource.RLIMIT_NOFILE: limits.open_files,
+            resource.RLIMIT_CORE: 0,
+        },
+        "watch": {
+            "processes": limits.processes,
+            "memory": limits.memory_bytes,
+            "disk": limits.workspace_bytes,
+            "folder": str(launch.folder),
+            "free": launch.room,
+        },
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from occamy.contracts.episode import Outcome
 
@@ -25,24 +25,55 @@ class Isolation(StrEnum):
         return list(Isolation).index(self)
 
 
+class Network(StrEnum):
+    """What of the network commands may reach, strictest first."""
+
+    none = "none"
+    """Nothing but their own loopback."""
+    proxy_only = "proxy-only"
+    """Also the addresses that the lease names: the recording proxy, a tool server."""
+
+
 class SandboxError(RuntimeError):
-    """The sandbox itself failed: an infrastructure fault, never the agent's."""
+    """The sandbox cannot go on. `outcome` is how the episode ended; none of these is ever a reward of 0."""
+
+    outcome: ClassVar[Outcome] = Outcome.infra_failed
+
+
+class SandboxDied(SandboxError):
+    """What supervises the sandbox's processes is gone, or its workspace is: nothing that it says can be trusted."""
+
+
+class DiskFull(SandboxError):
+    """The file system that holds the leases is full."""
+
+
+class ShortWrite(DiskFull):
+    """Fewer bytes arrived on disk than were given (full disk, file size limit)."""
 
 
 class LeaseLost(SandboxError):
-    """The lease was released or its deadline has passed."""
+    """The lease was released."""
+
+
+class LeaseExpired(LeaseLost):
+    """The deadline of the lease has passed."""
+
+    outcome = Outcome.timed_out
 
 
 class SandboxFrozen(SandboxError):
     """The sandbox is frozen: it can be read and exported, nothing may run or change."""
 
 
-class ShortWrite(SandboxError):
-    """Fewer bytes arrived on disk than were given (full disk, file size limit)."""
+class WorkspaceRefused(SandboxError):
+    """The agent left a workspace that cannot be exported: too large, too deep, or unreadable."""
+
+    outcome = Outcome.agent_failed
 
 
 class IsolationRefused(SandboxError):
-    """The backend cannot give the isolation level that the recipe demands."""
+    """The backend cannot give the isolation or the network rule that the recipe demands."""
 
 
 class PathRefused(ValueError):
@@ -63,6 +94,8 @@ class ExecResult:
     """Wall time in seconds."""
     truncated: bool = False
     """True when output beyond the limit was dropped."""
+    limit: str = ""
+    """What the command's tree had too much of when it was killed for it: processes, memory or disk; else empty."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +109,8 @@ class Snapshot:
 
 
 class Sandbox(Protocol):
-    """A leased place to act. Every method raises LeaseLost after release or deadline, SandboxError on host faults."""
+    """A leased place to act. Every method raises LeaseLost after release, LeaseExpired after the deadline (freeze and
+    release never), and SandboxError on faults of the host."""
 
     @property
     def id(self) -> str:
@@ -99,25 +133,33 @@ class Sandbox(Protocol):
         cwd: str = ".",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Run a command to its end and return its outcome. Raises SandboxFrozen after freeze, PathRefused for `cwd`.
+        """Run a command to its end and return its outcome.
 
-        Processes that it leaves behind live on until freeze or release; under bubblewrap they end with the command.
+        Raises SandboxFrozen after (or by) freeze, PathRefused for `cwd`, DiskFull when there was no room to run in,
+        SandboxDied when its supervisor was killed. Processes that it leaves behind live on until freeze, release or
+        the lease's deadline; under bubblewrap they end with the command.
         """
 
     async def read(self, path: str) -> bytes:
-        """Read a workspace file, byte for byte. Raises PathRefused, FileNotFoundError."""
+        """Read a workspace file, byte for byte. Raises PathRefused, FileNotFoundError, WorkspaceRefused (too large)."""
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a workspace file whole, making folders as needed. Raises PathRefused, SandboxFrozen, ShortWrite."""
 
     async def freeze(self) -> None:
-        """Kill every process that the sandbox started and refuse new ones and writes from now on."""
+        """Kill every process that the sandbox started and refuse new ones and writes from now on.
+
+        When it returns, none is left. Raises SandboxDied where that cannot be known: never grade after that.
+        """
 
     async def snapshot(self) -> Snapshot:
-        """Export the workspace."""
+        """Export the workspace. Raises WorkspaceRefused. Before freeze, files that vanish meanwhile are left out."""
 
     async def restore(self, archive: bytes) -> None:
-        """Replace the workspace by an archive. Raises SandboxFrozen, PathRefused for a member that escapes."""
+        """Kill every process and replace the workspace by a snapshot's archive, or leave the old one.
+
+        Raises SandboxFrozen, PathRefused for a member that escapes, ValueError for what is no such archive.
+        """
 
     async def release(self) -> None:
         """Kill every process and remove everything. Safe to call twice."""
@@ -130,5 +172,19 @@ class SandboxBackend(Protocol):
     def isolation(self) -> Isolation:
         """Level that leases of this backend give."""
 
-    async def lease(self, pool: str, owner: str, deadline_s: float) -> Sandbox:
-        """Lease a sandbox for at most `deadline_s` seconds. Raises SandboxError when none can be had."""
+    async def lease(
+        self,
+        pool: str,
+        owner: str,
+        deadline_s: float,
+        *,
+        reach: Sequence[tuple[str, int]] = (),
+        readable: Sequence[Path] = (),
+    ) -> Sandbox:
+        """Lease a sandbox for at most `deadline_s` seconds. Raises SandboxError when none can be had.
+
+        `reach`: host and port of each loopback server that commands may connect to, under the same host and port.
+        `readable`: files and folders of the host that commands may read, at their own paths: an agent program and
+        what it needs, links resolved by the caller. The process level stops no connection and hides no file.
+        Raises ValueError for a server that is not on the loopback, and for a path that is absent or holds leases.
+        """
