@@ -184,7 +184,7 @@ def _sampling(params: dict[str, Any], limits: Limits) -> SamplingParams:
         top_p=top_p,
         top_k=top_k,
         max_new_tokens=int(_number(params, "max_new_tokens", 128, low=1, whole=True)),
-        stop=frozenset(stop if params.get("ignore_eos") is True else (*stop, *limits.eos)),
+        stop=frozenset(() if params.get("ignore_eos") is True else (*stop, *limits.eos)),  # both, as in SGLang
         seed=seed,
     )
 

@@ -298,10 +298,10 @@ class Scheduler:
         sequence.output.append(token)
         sequence.logprobs.append(logprob)
         sequence.tops.append(top)
-        if token in sequence.params.stop:
-            sequence.finish = {"type": "stop", "matched": token}
-        elif len(sequence.output) >= sequence.params.max_new_tokens:
+        if len(sequence.output) >= sequence.params.max_new_tokens:  # first, as in SGLang
             sequence.finish = {"type": "length", "length": len(sequence.output)}
+        elif token in sequence.params.stop:
+            sequence.finish = {"type": "stop", "matched": token}
         if sequence.finish:
             self._retire(sequence)
         return sequence.stream or sequence.finish is not None
