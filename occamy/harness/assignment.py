@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
@@ -12,6 +12,10 @@ from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import Outcome
 from occamy.contracts.record import Record
 from occamy.contracts.task import Budget
+
+if TYPE_CHECKING:  # half a second of imports that most harnesses do without
+    from occamy.sandboxes.protocol import Sandbox
+    from occamy.worlds.mcp import ToolServer
 
 
 class Observation(Protocol):
@@ -28,6 +32,17 @@ class Observation(Protocol):
     @property
     def error(self) -> str | None:
         """The typed error."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Where a harness acts that is a program of its own."""
+
+    episode_id: str
+    sandbox: Sandbox
+    """Its workspace is the world's."""
+    tools: ToolServer
+    """Serves the world's tools to it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,10 @@ class Assignment:
     """Most tokens sampled per turn."""
     http: aiohttp.ClientSession
     """Connections of the rollout's event loop."""
+    context_limit: int = 0
+    """Prompt plus answer, tokens, that the endpoint takes; 0 when unknown."""
+    outside: Outside | None = None
+    """None for a harness that runs in this process."""
 
 
 @dataclass
@@ -68,6 +87,8 @@ class AgentRun:
     failed_calls: int = 0
     """Calls answered with a typed error."""
     compactions: int = 0
+    children: int = 0
+    """Subagents that ran. Their tool calls count as this run's, their turns do not."""
     trace: list[dict[str, Any]] = field(default_factory=list)
     """Events of the trace middleware, in order."""
 

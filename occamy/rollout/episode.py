@@ -10,22 +10,26 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+from yarl import URL
 
 from occamy.capture.segments import CapturedEpisode
 from occamy.capture.server import ProxyServer
 from occamy.contracts.episode import EpisodeRecord, Outcome, QuarantineReason, Segment
 from occamy.contracts.record import digest
-from occamy.harness.assignment import AgentRun, Assignment, Harness
+from occamy.harness.adapters.launch import AdapterHarness
+from occamy.harness.assignment import AgentRun, Assignment, Harness, Outside
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.evidence import Evidence
 from occamy.rollout.grading import Grade, grade
 from occamy.rollout.jobs import EpisodeJob
 from occamy.sandboxes.protocol import Sandbox, SandboxBackend, SandboxError
+from occamy.worlds.mcp import ToolServer
 from occamy.worlds.tools import tool_schemas
 from occamy.worlds.workspace import FolderWorkspace
 from occamy.worlds.world import Event, World
 
 _POOL = "local"
+_ROOT = "root"
 _GRACE_S = 60.0  # a lease outlives the task's wall budget by this much, for export and release
 
 
@@ -38,6 +42,8 @@ class Place:
     http: aiohttp.ClientSession
     sandboxes: SandboxBackend
     config: RolloutConfig
+    tools: ToolServer
+    """Where agent programs find the tools of their worlds."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ async def run_episode(job: EpisodeJob, place: Place) -> tuple[EpisodeResult, Evi
         place.proxy.close_episode(job.episode_id)
         raise
     captured = place.proxy.close_episode(job.episode_id)
+    if isinstance(place.harness, AdapterHarness):
+        run = _as_the_proxy_saw(run, captured)
     failed = run.outcome is Outcome.infra_failed
     judged = grade(job.task, state, events, run.answer, run.outcome is Outcome.completed) if not failed else _UNSCORED
     seconds = time.monotonic() - began
@@ -75,14 +83,13 @@ _UNSCORED = Grade(score=0.0, success=False, goals_met=(), forbidden=())
 
 async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[str, Any], Sequence[Event]]:
     """Let the agent act. Returns its run, the final state ({} when it cannot be trusted) and the event log."""
-    budget = job.task.meta.budget
     sandbox: Sandbox | None = None
     world: World | None = None
     run = AgentRun()
     try:
-        sandbox = await place.sandboxes.lease(_POOL, job.episode_id, budget.wall_seconds + _GRACE_S)
+        sandbox = await _lease(job, place)
         world = World(job.task.world, FolderWorkspace(sandbox.workspace))
-        run = await place.harness.run(_assignment(job, place, key, world))
+        run = await place.harness.run(_assignment(job, place, key, world, sandbox))
         await sandbox.freeze()
         return run, world.state(), world.events
     except (SandboxError, OSError) as e:
@@ -95,7 +102,38 @@ async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[
             await sandbox.release()
 
 
-def _assignment(job: EpisodeJob, place: Place, key: str, world: World) -> Assignment:
+async def _lease(job: EpisodeJob, place: Place) -> Sandbox:
+    """A sandbox for the episode; one that an agent program runs in reaches its model and its tools, nothing else."""
+    wall = job.task.meta.budget.wall_seconds + _GRACE_S
+    if not isinstance(place.harness, AdapterHarness):
+        return await place.sandboxes.lease(_POOL, job.episode_id, wall)
+    proxy = URL(place.proxy.url)
+    assert proxy.host is not None and proxy.port is not None
+    return await place.sandboxes.lease(
+        _POOL,
+        job.episode_id,
+        wall + place.harness.startup_seconds,
+        reach=[(proxy.host, proxy.port), place.tools.address],
+        readable=place.harness.readable,
+    )
+
+
+def _as_the_proxy_saw(run: AgentRun, captured: CapturedEpisode) -> AgentRun:
+    """What an agent program cannot tell of its own run: its turns, and whether it was the endpoint that failed it.
+
+    A program that ended without a single turn never acted, which is an infrastructure fault too.
+    """
+    turns = len({turn.ordinal for turn in captured.turns if turn.run == _ROOT})
+    rewrites = sum(segment.closed_by != "end" for segment in captured.segments if segment.run == _ROOT)
+    run = dataclasses.replace(run, turns=turns, compactions=rewrites)
+    if captured.quarantine is QuarantineReason.infra_failed:
+        return dataclasses.replace(run, outcome=Outcome.infra_failed, error=f"the endpoint failed: {run.error}")
+    if turns == 0 and run.outcome is not Outcome.infra_failed:
+        return dataclasses.replace(run, outcome=Outcome.infra_failed, error=f"no turn was sampled: {run.error}")
+    return run
+
+
+def _assignment(job: EpisodeJob, place: Place, key: str, world: World, sandbox: Sandbox) -> Assignment:
     return Assignment(
         request=job.task.request,
         tools=tool_schemas(job.task.world, job.task.tools),
@@ -107,6 +145,8 @@ def _assignment(job: EpisodeJob, place: Place, key: str, world: World) -> Assign
         temperature=job.temperature,
         max_new_tokens=place.config.max_new_tokens,
         http=place.http,
+        context_limit=place.config.context_limit,
+        outside=Outside(job.episode_id, sandbox, place.tools),
     )
 
 

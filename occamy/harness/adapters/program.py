@@ -1,0 +1,80 @@
+"""Agent programs on this machine: where they are installed, in which version, and how they come there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from occamy.harness.adapters.declaration import Adapter, Command, Installed
+
+FOLDER = "OCCAMY_HARNESSES"
+"""Environment variable naming the folder that holds one folder per agent program; ``.harness`` by default."""
+
+
+class ProgramMissing(RuntimeError):
+    """An agent program is not installed, or in another version than its adapter is written for."""
+
+
+def program_folder(name: str) -> Path:
+    """Where the program of an adapter lies, whether it is there or not."""
+    return (Path(os.environ.get(FOLDER, ".harness")) / name).resolve()
+
+
+def installed_version(adapter: Adapter) -> str:
+    """Version found on this machine; the adapter's own when nothing is installed for it.
+
+    Raises ProgramMissing, naming the command that installs it.
+    """
+    installed = adapter.launch.installed if isinstance(adapter.launch, Command) else None
+    if installed is None:
+        return adapter.version
+    folder = program_folder(adapter.name)
+    found = _version(folder, installed)
+    fix = f"run `occamy harness install {adapter.name}`, or set {FOLDER} to the folder that holds it"
+    if found is None:
+        raise ProgramMissing(f"harness {adapter.name}: {folder} holds no such program; {fix}")
+    if found != adapter.version:
+        raise ProgramMissing(
+            f"harness {adapter.name}: {folder} holds version {found}, the adapter is for {adapter.version}; {fix}"
+        )
+    return found
+
+
+def install(adapter: Adapter, here: Path) -> Path:
+    """Install the program in the version that its adapter is written for, unless it is there. `here` holds the
+    declaration and its pins.
+
+    Raises ProgramMissing when a step fails.
+    """
+    folder = program_folder(adapter.name)
+    installed = adapter.launch.installed if isinstance(adapter.launch, Command) else None
+    if installed is None or _version(folder, installed) == adapter.version:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    places = {"{program}": str(folder), "{python}": sys.executable, "{here}": str(here)}
+    for step in installed.steps:
+        argv = [re.sub(r"\{\w+\}", lambda m: places[m[0]], word) for word in step]
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode != 0:
+            needs = f"; it needs {installed.needs}" if installed.needs else ""
+            raise ProgramMissing(f"harness {adapter.name}: `{' '.join(argv)}` ended with {done.returncode}{needs}")
+    installed_version(adapter)
+    return folder
+
+
+def readable(adapter: Adapter) -> list[Path]:
+    """Folders that the program is read from: its own, and that of the Python it may run on."""
+    if isinstance(adapter.launch, Command) and adapter.launch.installed is not None:
+        return [program_folder(adapter.name), Path(sys.base_prefix).resolve()]
+    return [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
+
+
+def _version(folder: Path, installed: Installed) -> str | None:
+    for path in sorted(folder.glob(installed.version_file)):
+        found = re.search(installed.version_pattern, path.read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return None
