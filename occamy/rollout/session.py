@@ -34,6 +34,7 @@ from occamy.rollout.episode import EpisodeResult, Place, run_episode
 from occamy.rollout.evidence import Evidence, EvidenceStore
 from occamy.rollout.jobs import EpisodeJob
 from occamy.sandboxes.local import LocalBackend
+from occamy.worlds.mcp import ToolServer
 
 _T = TypeVar("_T")
 _HEALTH_S = 5.0
@@ -109,8 +110,11 @@ class RolloutSession:
             thread.start()
             stack.callback(self._stop_loop, thread)
             self._http = self._call(_opened_http())
+            tools = ToolServer()
+            self._call(tools.start())
+            stack.callback(lambda: self._call(tools.stop()))
             self._finished = _resumed(self._proxy.store)
-            self._place = Place(self._proxy, self._harness, self._http, self._sandboxes, self._config)
+            self._place = Place(self._proxy, self._harness, self._http, self._sandboxes, self._config, tools)
             self._stack = stack.pop_all()
         return self
 
