@@ -72,17 +72,24 @@ def _parse(data: bytes, url: URL) -> Reply:
         choice, usage = answer["choices"][0], answer["usage"]
         message = choice["message"]
         calls = tuple(
-            Call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()
+            Call(_text(c["id"]), _text(c["function"]["name"]), _text(c["function"]["arguments"]))
+            for c in message.get("tool_calls") or ()
         )
         return Reply(
-            text=message.get("content") or "",
+            text=_text(message.get("content") or ""),
             calls=calls,
-            finish_reason=choice["finish_reason"],
-            prompt_tokens=usage["prompt_tokens"],
-            output_tokens=usage["completion_tokens"],
+            finish_reason=_text(choice["finish_reason"]),
+            prompt_tokens=int(usage["prompt_tokens"]),
+            output_tokens=int(usage["completion_tokens"]),
         )
-    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as e:
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise EndpointError(f"{url}: answer is no chat completion ({e!r}): {data[:200]!r}", retryable=False) from e
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
 
 
 def _failure(status: int, data: bytes, url: URL) -> Exception:

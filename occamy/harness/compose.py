@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -11,10 +11,11 @@ from pydantic import ValidationError
 
 from occamy import __version__
 from occamy.contracts.record import Record
-from occamy.harness.parts import CHAIN, Composition, Prompt, ReactLoop, Tools
+from occamy.harness.parts import CHAIN, LOOPS, Budgets, Composition, Prompt, Subagents, Tools
 
-_BRIEF = "work"
-_SECTIONS: dict[str, type[Record]] = {"loop": ReactLoop, "prompt": Prompt, "tools": Tools}
+_SECTIONS: dict[str, type[Record]] = {"prompt": Prompt, "tools": Tools}
+_BARE = "plain"  # the layout without a system message
+_SKILLS = "{skills}"  # where a layout takes the skill packs
 
 
 class CompositionError(ValueError):
@@ -41,6 +42,8 @@ def resolve(data: Any, where: str = "composition") -> CompositionManifest:
     for section, model in _SECTIONS.items():
         if section in data:
             _check_keys(data[section], model.model_fields, f"{where}: {section}")
+    if "loop" in data:
+        _check_part(data["loop"], LOOPS, f"{where}: loop")
     _check_middleware(data.get("middleware", ()), where)
     try:
         composition = Composition.model_validate(data)
@@ -59,39 +62,53 @@ def _check_keys(data: Any, known: Iterable[str], where: str) -> None:
 
 
 def _check_middleware(parts: Any, where: str) -> None:
-    kinds = {str(model.model_fields["kind"].default): model for model in CHAIN}
     if not isinstance(parts, (list, tuple)):
         raise CompositionError(f"{where}: middleware must be a list, found {type(parts).__name__}")
     for number, part in enumerate(parts):
-        place = f"{where}: middleware[{number}]"
-        if not isinstance(part, Mapping) or "kind" not in part:
-            raise CompositionError(f"{place}: has no kind; give one of {sorted(kinds)}")
-        if part["kind"] not in kinds:
-            raise CompositionError(f"{place}: unknown part {part['kind']!r}{nearest(str(part['kind']), kinds)}")
-        _check_keys(part, kinds[part["kind"]].model_fields, f"{place} ({part['kind']})")
+        _check_part(part, CHAIN, f"{where}: middleware[{number}]")
+
+
+def _check_part(part: Any, models: Sequence[type[Record]], place: str) -> None:
+    kinds = {_kind(model): model for model in models}
+    if not isinstance(part, Mapping) or "kind" not in part:
+        raise CompositionError(f"{place}: has no kind; give one of {sorted(kinds)}")
+    if part["kind"] not in kinds:
+        raise CompositionError(f"{place}: unknown part {part['kind']!r}{nearest(str(part['kind']), kinds)}")
+    _check_keys(part, kinds[part["kind"]].model_fields, f"{place} ({part['kind']})")
 
 
 def _check_chain(composition: Composition, where: str) -> None:
     ranks = [CHAIN.index(type(m)) for m in composition.middleware]
     if ranks != sorted(set(ranks)):
-        order = ", ".join(str(model.model_fields["kind"].default) for model in CHAIN)
+        order = ", ".join(_kind(model) for model in CHAIN)
         raise CompositionError(f"{where}: middleware must appear at most once each, outermost first: {order}")
+    if CHAIN.index(Subagents) in ranks and CHAIN.index(Budgets) not in ranks:
+        raise CompositionError(f"{where}: subagents are lent their parent's budgets; add the part budgets")
+
+
+def _kind(model: type[Record]) -> str:
+    return str(model.model_fields["kind"].default)
 
 
 def _system(composition: Composition, where: str) -> str:
-    packs = {p.name.removesuffix(".md"): p for p in _folder("skills") if p.name.endswith(".md")}
-    texts = [_BRIEF] if composition.prompt.layout == "briefed" else []
+    packs, layouts = _texts("skills"), _texts("layouts")
+    layout = composition.prompt.layout
     for skill in composition.skills:
         if skill not in packs:
             raise CompositionError(f"{where}: unknown skill pack {skill!r}{nearest(skill, packs)}")
-        if not texts:
-            raise CompositionError(f"{where}: skills need a system message; set prompt.layout to briefed")
-        texts.append(packs[skill].read_text().strip())
-    return "\n".join(texts)
+    if layout == _BARE:
+        if composition.skills:
+            raise CompositionError(f"{where}: skills need a system message; set prompt.layout to {min(layouts)}")
+        return ""
+    if layout not in layouts:
+        raise CompositionError(f"{where}: prompt.layout: unknown {layout!r}{nearest(layout, [_BARE, *layouts])}")
+    return layouts[layout].replace(_SKILLS, "\n".join(packs[skill].strip() for skill in composition.skills)).strip()
 
 
-def _folder(name: str) -> list[Any]:
-    return list(resources.files("occamy.harness").joinpath(name).iterdir())
+def _texts(folder: str) -> dict[str, str]:
+    """Texts shipped in a folder of this room, by name."""
+    files = resources.files("occamy.harness").joinpath(folder).iterdir()
+    return {p.name.removesuffix(".md"): p.read_text() for p in files if p.name.endswith(".md")}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,0 +1,58 @@
+"""The bare tool call: a tool that raises, hangs or answers nonsense must not take the event loop or a record along."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from occamy.harness.assignment import Assignment, Observation
+from occamy.harness.conversation import Call
+from occamy.harness.middleware import Act
+
+
+class ToolBroken(RuntimeError):
+    """A tool raised, or answered something that is no observation: an infrastructure fault."""
+
+
+def dispatching(task: Assignment) -> Act:
+    """The innermost tool call. Each runs in a thread of its own, so that one that hangs can be given up.
+
+    A thread that hangs cannot be ended; it is a daemon and keeps no process alive. Raises ToolBroken.
+    """
+
+    async def dispatched(call: Call) -> Observation:
+        try:
+            observation = await _in_thread(lambda: task.dispatch(call.name, call.arguments))
+            observation.content.encode()
+        except Exception as e:
+            raise ToolBroken(f"tool {call.name} failed: {type(e).__name__}: {e}") from e
+        return observation
+
+    return dispatched
+
+
+async def _in_thread(work: Callable[[], Observation]) -> Observation:
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[Observation] = loop.create_future()
+
+    def settle(result: Observation | BaseException) -> None:
+        if answered.done():  # given up
+            return
+        if isinstance(result, BaseException):
+            answered.set_exception(result)
+        else:
+            answered.set_result(result)
+
+    def run() -> None:
+        result: Observation | BaseException
+        try:
+            result = work()
+        except BaseException as e:
+            result = e
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await answered
