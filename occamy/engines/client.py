@@ -280,10 +280,21 @@ class EngineClient:
 
     async def _try_abort(self, rids: Sequence[str]) -> bool:
         """Has the engine confirmed that it no longer works on `rids`?"""
-        try:
-            return all([(await self._request("POST", "/abort_request", {"rid": r}, _ABORT_S))[0] == 200 for r in rids])
-        except EngineError as e:
-            return e.kind == "refused"  # nobody listens any more: the process that had the request is gone
+        left = list(rids)
+        for pause in _BACKOFF_S:
+            try:
+                while left:
+                    if (await self._request("POST", "/abort_request", {"rid": left[-1]}, _ABORT_S))[0] != 200:
+                        return False
+                    left.pop()
+                return True
+            except EngineError as e:
+                if e.kind == "refused":
+                    return True  # nobody listens any more: the process that had the request is gone
+                if e.kind != "lost":
+                    return False
+            await asyncio.sleep(pause)  # a dying process breaks connections a moment before it refuses them
+        return False
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
         status, answer = await self._request("POST", path, body)

@@ -24,8 +24,9 @@ Reference = Callable[[Sequence[int]], NDArray[np.float32]]
 """Logits [length, vocab] of the tokens given, from a float32 forward pass of the same weights."""
 
 _PARAMS = {"temperature": 1.0, "max_new_tokens": 24, "sampling_seed": 5, "ignore_eos": True}
-_HOT = 2.0
-_DRAWS = 16
+_HOT = 4.0
+_DRAWS = range(16)
+_PROMPTS = 8
 
 
 async def teacher_forced(probe: Probe) -> str:
@@ -74,18 +75,26 @@ async def reference_at_other(probe: Probe, reference: Reference) -> str:
 
 
 async def hot_sample(probe: Probe) -> tuple[list[int], list[Any], Meaning]:
-    """(prompt, answers of one token each at temperature 2, what their log-probs mean)."""
-    prompt = probe.prompt(4)
-    params = [{"temperature": _HOT, "max_new_tokens": 1, "sampling_seed": i, "ignore_eos": True} for i in range(_DRAWS)]
-    answers = [whole(a, prompt) for a in await probe.generate([prompt] * _DRAWS, params)]
-    by_token = {a["output_ids"][0]: a for a in answers}
-    if len(by_token) < 2:
-        raise Skipped(f"{_DRAWS} draws at temperature {_HOT:g} gave the same token")
-    inputs = [[*prompt, token] for token in by_token]
-    forced = await probe.generate(inputs, {"temperature": 0, "max_new_tokens": 1}, logprob_start_len=0)
-    at_one = [input_logprobs_of(whole(f, i), i)[-1] for f, i in zip(forced, inputs, strict=True)]
-    distinct = list(by_token.values())
-    return prompt, distinct, temperature_meaning([logprobs_of(a)[0] for a in distinct], at_one, _HOT, probe.tolerance)
+    """(prompt, answers of one token each at temperature 4, what their log-probs mean).
+
+    Tries some prompts, as a sure model draws the same token all the time. Raises Skipped when it does for all.
+    """
+    why = Skipped()
+    for shift in range(_PROMPTS):
+        prompt = probe.prompt(shift)
+        params = [{"temperature": _HOT, "max_new_tokens": 1, "sampling_seed": i, "ignore_eos": True} for i in _DRAWS]
+        answers = [whole(a, prompt) for a in await probe.generate([prompt] * len(_DRAWS), params)]
+        by_token = {a["output_ids"][0]: a for a in answers}
+        inputs = [[*prompt, token] for token in by_token]
+        forced = await probe.generate(inputs, {"temperature": 0, "max_new_tokens": 1}, logprob_start_len=0)
+        at_one = [input_logprobs_of(whole(f, i), i)[-1] for f, i in zip(forced, inputs, strict=True)]
+        distinct = list(by_token.values())
+        sampled = [logprobs_of(a)[0] for a in distinct]
+        try:
+            return prompt, distinct, temperature_meaning(sampled, at_one, _HOT, probe.tolerance)
+        except Skipped as e:
+            why = e
+    raise why
 
 
 def forced_logprobs(logits: NDArray[np.float32], tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -94,7 +103,7 @@ def forced_logprobs(logits: NDArray[np.float32], tokens: Sequence[int], temperat
     top = scaled.max(axis=-1, keepdims=True)
     norm = top[:, 0] + np.log(np.exp(scaled - top).sum(axis=-1))
     picked: NDArray[np.float64] = scaled[np.arange(len(tokens) - 1), list(tokens[1:])] - norm
-    return picked.tolist()
+    return [float(value) for value in picked]
 
 
 def _near(off: float, tolerance: float, what: str) -> float:

@@ -11,7 +11,7 @@ from occamy.engines.probe import Answer, Broken, Probe, Skipped, check_stream, l
 _GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 _HELD_S = 0.5
 """A paused engine that has not answered a short request by then is taken to hold it (our choice)."""
-_LONG = 400
+_LONG = 2000
 
 
 async def health(probe: Probe) -> str:
@@ -29,7 +29,7 @@ async def information(probe: Probe) -> str:
         status, answer = await probe.call("GET", path)
         if status != 200 or not isinstance(answer, dict):
             raise Broken(f"{path}: HTTP {status}: {message_of(answer)}")
-        probe.info |= answer
+        probe.info |= {key: value for key, value in answer.items() if value is not None}
     if not isinstance(probe.info.get("model_path"), str):
         raise Broken("no model_path")
     if isinstance(vocab := probe.info.get("vocab_size"), int):

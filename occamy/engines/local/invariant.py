@@ -148,7 +148,7 @@ def check_invariance(model: InvariantModel) -> None:
     steps = [0, length // 3, length - 2, length - 1, length]  # two chunks, then single tokens
     for a, b in pairwise(steps):
         width = b - a
-        ids, positions = tokens[::-1, a:b].reshape(-1), np.tile(at[a:b], 3)
+        ids, positions = tokens[::-1, a:b].flatten(), np.tile(at[a:b], 3)
         single = width == 1
         chunks = [] if single else [Chunk(i * width, width, i, a) for i in range(3)]
         flat = FlatBatch(ids, positions, np.repeat(np.arange(3), width), 3 if single else 0, chunks)

@@ -166,6 +166,7 @@ class EngineServer:
                 "model_path": str(self._path),
                 "weight_version": self._scheduler.version,
                 **self._config.model_dump(),
+                "context_length": self._scheduler.context,
                 **state,
             }
         )
