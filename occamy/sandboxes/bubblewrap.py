@@ -46,14 +46,18 @@ def available() -> bool:
     return subprocess.run(probe, capture_output=True, timeout=10, check=False).returncode == 0
 
 
-def wrap(argv: Sequence[str], view: View, cwd: Path, *, own_network: bool = True) -> list[str]:
+def wrap(
+    argv: Sequence[str], view: View, cwd: Path, *, own_network: bool = True, status_fd: int | None = None
+) -> list[str]:
     """The bwrap command line for `argv`: system folders read-only, what `view` names, nothing else.
 
     Own process ids, private /tmp, no capability, no way to new namespaces; other leases, graders and home folders are
-    not visible. `own_network` is False when the caller has entered an own network namespace already.
+    not visible. `own_network` is False when the caller has entered an own network namespace already. On `status_fd`
+    bwrap tells the command's exit, and does not when it could not run it.
     """
     line = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
     line += [] if own_network else ["--share-net"]
+    line += [] if status_fd is None else ["--json-status-fd", str(status_fd)]
     line += ["--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"]
     for folder in ("/tmp", "/dev/shm"):
         line += ["--size", str(_SCRATCH_BYTES), "--tmpfs", folder]
@@ -68,4 +72,5 @@ def wrap(argv: Sequence[str], view: View, cwd: Path, *, own_network: bool = True
         line += ["--bind", str(path), str(path)]
     for mounted in ("/proc", "/dev", "/"):  # /proc holds kernel settings, which root may otherwise write
         line += ["--remount-ro", mounted]
-    return [*line, "--chdir", str(cwd), "--", *argv]
+    line += ["--chdir", str(cwd), "--"]
+    return [*line, "sh", "-c", 'exec "$@"', "sh", *argv]  # a missing program is exit 127, not a failure of bwrap

@@ -23,7 +23,7 @@ from occamy.sandboxes.tree import kill_tree
 from occamy.sandboxes.watch import Watch
 
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
-_TICK_S = 0.1
+_TICK_S = 0.2
 _KILLED = 128 + signal.SIGKILL
 
 
@@ -40,10 +40,17 @@ def main(control_fd: int) -> None:
     watch = Watch(**spec["watch"])
     end = time.monotonic() + spec["seconds"]
     ours, theirs = socket.socketpair()
+    status, status_write = os.pipe()
+    os.set_blocking(status, False)
     child = os.fork()
     if child == 0:
-        _become(spec, control, theirs)
+        _become(spec, control, theirs, status_write)
     theirs.close()
+    os.close(status_write)
+    with contextlib.suppress(
+        PermissionError
+    ):  # granted to root, whose forks no rlimit stops: do not be starved by them
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -51,11 +58,11 @@ def main(control_fd: int) -> None:
         _report(control, fault=fault)
         kill_tree(child)
         return
-    _keep(child, control, wake_read, watch, end)
+    _keep(child, control, wake_read, watch, end, status if spec["status_fd"] else None)
 
 
-def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: float) -> None:
-    """Wait for the end of the tree, or bring it about. `child` is the command itself."""
+def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: float, status: int | None) -> None:
+    """Wait for the end of the tree, or bring it about. `child` is the command itself, or the bwrap around it."""
     watched: list[socket.socket | int] = [control, wake]
     while True:
         ready, _, _ = select.select(watched, [], [], _TICK_S)
@@ -65,7 +72,10 @@ def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: floa
             code, left = _reap(child)
             if code is not None:
                 child = 0
-                _report(control, exit=code)
+                if status is not None and b"exit-code" not in os.read(status, 4096):
+                    _report(control, fault=f"bwrap ended with {code} and did not run it")
+                else:
+                    _report(control, exit=code)
             if not left:
                 return
         if control in ready and not control.recv(64):
@@ -103,7 +113,7 @@ def _listen(channel: socket.socket, reach: list[list[Any]]) -> None:
     socket.send_fds(channel, [b" "], [listener.fileno() for listener in listeners])
 
 
-def _become(spec: dict[str, Any], control: socket.socket, channel: socket.socket) -> None:
+def _become(spec: dict[str, Any], control: socket.socket, channel: socket.socket, status: int) -> None:
     """In the forked child: new session, own network, limits, then the command itself. Never returns."""
     try:
         os.setsid()
@@ -120,6 +130,9 @@ def _become(spec: dict[str, Any], control: socket.socket, channel: socket.socket
             _, hard = resource.getrlimit(int(which))
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(int(which), (value, value))
+        if spec["status_fd"]:
+            os.dup2(status, spec["status_fd"])
+            os.set_inheritable(spec["status_fd"], True)
         _prctl(_PR_SET_NO_NEW_PRIVS)  # a program with a setuid bit could not be killed by us
         os.execvpe(spec["argv"][0], spec["argv"], spec["env"])
     except OSError as e:

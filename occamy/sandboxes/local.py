@@ -32,12 +32,11 @@ from occamy.sandboxes.protocol import (
     SandboxFrozen,
     Snapshot,
 )
-from occamy.sandboxes.watch import room
 
 MARKER = "OCCAMY_LEASE"
 """Environment variable that names the lease in every process it starts."""
 _KILL_WAIT_S = 10.0
-_FOLDERS = ("workspace", "home", "tmp")
+_STATUS_FD = 3
 
 
 class LocalBackend:
@@ -88,15 +87,13 @@ class LocalBackend:
                 "set it to proxy-only, or use a harness that runs outside of the sandbox"
             )
         folder = self._root.folder / f"{pool}-{next(self._numbers):06d}"
+        self.check_room(f"lease for {owner}")
         try:
             folder.mkdir()
-            for name in _FOLDERS:
-                (folder / name).mkdir()
+            (folder / "workspace").mkdir()
         except OSError as e:
             raise _refusal(f"lease for {owner}: cannot make {folder}", e) from e
-        sandbox = LocalSandbox(self, folder, owner, time.monotonic() + deadline_s, reach, readable)
-        sandbox.check_room()
-        return sandbox
+        return LocalSandbox(self, folder, owner, time.monotonic() + deadline_s, reach, readable)
 
     def close(self) -> None:
         """Remove the root folder with all that leases left."""
@@ -104,8 +101,20 @@ class LocalBackend:
 
     def view(self, folder: Path, readable: Sequence[Path]) -> View:
         """What commands of the lease in `folder` see under bubblewrap."""
-        own = tuple(folder / name for name in _FOLDERS)
+        own = tuple(folder / name for name in ("workspace", "home", "tmp"))
         return View(writable=own, readable=tuple(readable), etc=self._etc)
+
+    def check_room(self, who: str) -> None:
+        """Raise DiskFull when the file system of the leases has next to nothing left, SandboxDied when it is gone."""
+        try:
+            at = os.statvfs(self._root.folder)
+        except OSError as e:
+            raise SandboxDied(f"{who}: {self._root.folder}: {e.strerror}") from e
+        if (free := at.f_bavail * at.f_frsize) < self.config.min_free_bytes:
+            raise DiskFull(
+                f"{who}: {free} bytes free under {self._root.folder}, {self.config.min_free_bytes} needed; "
+                "free some, or lower sandbox.min_free_bytes"
+            )
 
     def _check_readable(self, path: Path) -> None:
         root = self._root.folder
@@ -129,6 +138,7 @@ class LocalSandbox:
     ) -> None:
         self.id = secrets.token_hex(8)
         self.owner = owner
+        self._name = f"lease {self.id} of {owner}"
         self.isolation = backend.isolation
         self.workspace = folder / "workspace"
         self._backend = backend
@@ -137,7 +147,6 @@ class LocalSandbox:
         self._deadline = deadline
         self._reach = tuple(reach)
         self._view = backend.view(folder, readable)
-        self._room = room(str(folder))
         self._place = _identity(self.workspace)
         self._commands: list[Command] = []
         self._starting = asyncio.Lock()
@@ -158,7 +167,7 @@ class LocalSandbox:
         began = time.monotonic()
         async with self._starting:  # freeze waits for a start in progress, and none follows it
             self._writable("run a command")
-            self.check_room()
+            self._backend.check_room(self._name)
             command = await self._start(argv, dict(env or {}), self._cwd(cwd))
         try:
             code = await command.finish(stdin, min(timeout_s, self._deadline - began))
@@ -174,7 +183,7 @@ class LocalSandbox:
             await command.kill()
         out, err = command.output()
         if code and not command.limit:
-            self.check_room()
+            self._backend.check_room(self._name)
         return ExecResult(
             outcome=Outcome.timed_out if code is None else Outcome.agent_failed if code else Outcome.completed,
             exit_code=code,
@@ -198,7 +207,7 @@ class LocalSandbox:
             self._frozen = True
             await self._kill_all()
         if not self._certain:
-            raise SandboxDied(f"lease {self.id} of {self.owner}: a keeper was killed, processes may have outlived it")
+            raise SandboxDied(f"{self._name}: a keeper was killed, processes may have outlived it")
         self._check_place()
 
     async def snapshot(self) -> Snapshot:
@@ -227,33 +236,21 @@ class LocalSandbox:
                 await self._kill_all()
                 roots.remove(self._folder)
 
-    def check_room(self) -> None:
-        """Raise DiskFull when the file system of the lease has next to nothing left, SandboxDied when it is gone."""
-        try:
-            at = os.statvfs(self._folder)
-        except OSError as e:
-            raise SandboxDied(f"lease {self.id} of {self.owner}: {self._folder}: {e.strerror}") from e
-        if (free := at.f_bavail * at.f_frsize) < self._config.min_free_bytes:
-            raise DiskFull(
-                f"lease {self.id} of {self.owner}: {free} bytes free under {self._folder}, "
-                f"{self._config.min_free_bytes} needed; free some, or lower sandbox.min_free_bytes"
-            )
-
     def _alive(self, *, expired: bool = True) -> None:
         if self._released:
-            raise LeaseLost(f"lease {self.id} of {self.owner} was released; take a new lease")
+            raise LeaseLost(f"{self._name} was released; take a new lease")
         if expired and time.monotonic() > self._deadline:
-            raise LeaseExpired(f"lease {self.id} of {self.owner} is past its deadline; take a new lease")
+            raise LeaseExpired(f"{self._name} is past its deadline; take a new lease")
 
     def _writable(self, what: str, *, expired: bool = True) -> None:
         self._alive(expired=expired)
         if self._frozen:
-            raise SandboxFrozen(f"lease {self.id} of {self.owner} is frozen; cannot {what}")
+            raise SandboxFrozen(f"{self._name} is frozen; cannot {what}")
 
     def _check_place(self) -> None:
         """A process-level agent can move its workspace away and put something else there."""
         if _identity(self.workspace) != self._place:
-            raise SandboxDied(f"lease {self.id} of {self.owner}: its workspace was removed or replaced")
+            raise SandboxDied(f"{self._name}: its workspace was removed or replaced")
 
     def _cwd(self, cwd: str) -> Path:
         parts = paths.parts_of(cwd)
@@ -265,13 +262,17 @@ class LocalSandbox:
         await self._collect([c for c in self._commands if c.gone])
         inherited = {name: os.environ[name] for name in self._config.env_allow if name in os.environ}
         home, temporary = self._folder / "home", self._folder / "tmp"
+        try:
+            home.mkdir(exist_ok=True)
+            temporary.mkdir(exist_ok=True)
+        except OSError as e:
+            raise _refusal(f"{self._name}: cannot make {home}", e) from e
         own = {"HOME": str(home), "TMPDIR": str(temporary), "PWD": str(where), MARKER: self.id}
-        reach = self._reach if self.isolation is Isolation.bubblewrap else ()
-        line = list(argv)
-        if self.isolation is Isolation.bubblewrap:
-            line = wrap(line, self._view, where, own_network=not reach)
+        wrapped = self.isolation is Isolation.bubblewrap
+        reach = self._reach if wrapped else ()
+        status_fd = _STATUS_FD if wrapped else None
+        line = wrap(argv, self._view, where, own_network=not reach, status_fd=status_fd) if wrapped else list(argv)
         self._ran = True
-        seconds = self._deadline - time.monotonic()
         command = await start(
             Launch(
                 argv=line,
@@ -279,9 +280,9 @@ class LocalSandbox:
                 cwd=where,
                 limits=self._config.limits,
                 folder=self._folder,
-                room=self._room,
-                seconds=seconds,
+                seconds=self._deadline - time.monotonic(),
                 reach=reach,
+                status_fd=status_fd,
             )
         )
         self._commands.append(command)

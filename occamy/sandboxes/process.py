@@ -35,12 +35,12 @@ class Launch:
     limits: Limits
     folder: Path
     """Folder of the lease, whose size is limited."""
-    room: int
-    """What was free on its file system when the lease began, as `watch.room` counts it."""
     seconds: float
     """Seconds until the lease ends, and the tree with it."""
     reach: Sequence[tuple[str, int]] = ()
     """Addresses of the host to carry into a network of the command's own; empty leaves the network as it is."""
+    status_fd: int | None = None
+    """Descriptor on which bwrap tells the command's exit; None when there is no bwrap around it."""
 
 
 class Command:
@@ -86,9 +86,10 @@ class Command:
             if self.killed:
                 return 128 + signal.SIGKILL
             raise SandboxDied("the keeper of a command died before the command ended")
-        if "fault" in report:
-            raise SandboxError(f"a command could not be set up: {report['fault']}")
         await asyncio.wait(self._drains, timeout=_DRAIN_S)
+        if "fault" in report:
+            said = self._err[-500:].decode(errors="replace").strip()
+            raise SandboxError(f"a command could not be set up: {report['fault']}: {said}")
         self.limit = report.get("limit", "")
         return None if self.limit == "deadline" else int(report["exit"])
 
@@ -113,9 +114,15 @@ class Command:
         self._control.close()
 
     async def collect(self) -> bool:
-        """After `kill`: let go of pipes and exit status. Returns whether it is certain that the tree is gone."""
-        _, held = await asyncio.wait(self._drains, timeout=_KILL_WAIT_S)
-        return await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S) == 0 and not held
+        """After `kill`: let go of pipes and exit status. Returns whether it is certain that the tree is gone.
+
+        It is when the keeper has ended of itself, having killed them all, and nobody holds a pipe any more.
+        """
+        well = await asyncio.wait_for(self._process.wait(), _KILL_WAIT_S) == 0
+        _, held = await asyncio.wait(self._drains, timeout=_KILL_WAIT_S if well else 0)
+        for drain in held:
+            drain.cancel()
+        return well and not held
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
         """Take the keeper's first report; return when the keeper is gone."""
@@ -174,6 +181,7 @@ def _spec(launch: Launch) -> dict[str, Any]:
         "argv": list(launch.argv),
         "env": launch.env,
         "reach": list(launch.reach),
+        "status_fd": launch.status_fd,
         "seconds": launch.seconds,
         "limits": {
             resource.RLIMIT_CPU: limits.cpu_seconds,
@@ -188,6 +196,5 @@ def _spec(launch: Launch) -> dict[str, Any]:
             "memory": limits.memory_bytes,
             "disk": limits.workspace_bytes,
             "folder": str(launch.folder),
-            "free": launch.room,
         },
     }

@@ -1,63 +1,52 @@
 """Limits of a whole tree, which rlimits cannot set: its processes, its memory, the disk that its lease fills.
 
-Each has a hint that is one cheap read of a machine-wide figure, and an exact count that is made only when the hint
-says that the limit may be passed, and then in a twentieth of the time at most. Standard library only; runs in the
-keeper."""
+Nothing tells when they are passed, so they are counted now and then, at a bounded cost. Standard library only; runs
+in the keeper."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-from occamy.sandboxes.tree import descendants
 
 BLOCK = 4096
 """Bytes that a file or folder counts for at least: names and inodes fill a disk too."""
 DEPTH = 128
 """Deepest folder that is measured or exported; deeper ones count as over every limit. Our choice."""
-_DUTY = 20
+_REST = 20  # a count that took t seconds is not repeated for _REST * t
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
 class _Check:
     name: str
-    limit: int
-    hint: Callable[[], int]
-    exact: Callable[[], int]
+    over: Callable[[], bool]
     due: float = 0.0
 
-    def passed(self, now: float) -> bool:
-        if now < self.due or self.hint() <= self.limit:
+    def passed(self) -> bool:
+        now = time.monotonic()
+        if now < self.due:
             return False
-        over = self.exact() > self.limit
-        self.due = now + _DUTY * (time.monotonic() - now)
+        over = self.over()
+        self.due = now + _REST * (time.monotonic() - now)
         return over
 
 
 class Watch:
-    """The limits of one command's tree. Machine-wide figures count from now on, those of the disk from `free`."""
+    """The limits of one command's tree: processes and threads, bytes of memory, bytes of disk below `folder`."""
 
-    def __init__(self, processes: int, memory: int, disk: int, folder: str, free: int) -> None:
-        tasks, available = _tasks(), _available_memory()
+    def __init__(self, processes: int, memory: int, disk: int, folder: str) -> None:
         self._checks = (
-            _Check("processes", processes, lambda: _tasks() - tasks, lambda: sum(descendants().values())),
-            _Check("memory", memory, lambda: available - _available_memory(), _tree_memory),
-            _Check("disk", disk, lambda: free - room(folder), lambda: disk_usage(folder, disk)),
+            _Check("processes", lambda: sum(threads for _, threads in _tree()) > processes),
+            _Check("memory", lambda: _sum(_resident) > memory and _sum(_proportional) > memory),
+            _Check("disk", lambda: disk_usage(folder, disk) > disk),
         )
 
     def passed(self) -> str:
-        """Name of the first limit that the tree has passed, or nothing."""
-        now = time.monotonic()
-        return next((check.name for check in self._checks if check.passed(now)), "")
-
-
-def room(folder: str) -> int:
-    """Bytes free to this user on the file system of `folder`, with each free inode counted as one block."""
-    at = os.statvfs(folder)
-    return at.f_bavail * at.f_frsize + at.f_favail * BLOCK
+        """Name of the first limit that the tree is seen to pass, or nothing."""
+        return next((check.name for check in self._checks if check.passed()), "")
 
 
 def disk_usage(folder: str, enough: int) -> int:
@@ -76,23 +65,38 @@ def disk_usage(folder: str, enough: int) -> int:
     return total
 
 
-def _tasks() -> int:
-    with open("/proc/loadavg", "rb") as f:
-        return int(f.read().split()[3].partition(b"/")[2])
+def _tree() -> Iterator[tuple[int, int]]:
+    """Every descendant with its number of threads, by the kernel's lists of children: cost grows with the tree only.
+
+    A process that moves meanwhile may be missed, which does for a count (not for a kill).
+    """
+    waiting = [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        with contextlib.suppress(OSError):
+            threads = os.listdir(f"/proc/{pid}/task")
+            for thread in threads:
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+                    waiting += map(int, f.read().split())
+            if pid != os.getpid():
+                yield pid, len(threads)
 
 
-def _available_memory() -> int:
-    with open("/proc/meminfo", "rb") as f:
-        for line in f:
-            if line.startswith(b"MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 0
-
-
-def _tree_memory() -> int:
-    """Proportional set sizes: a page that processes share counts once."""
+def _sum(measure: Callable[[int], int]) -> int:
     total = 0
-    for pid in descendants():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as f:
-            total += sum(int(line.split()[1]) << 10 for line in f if line.startswith((b"Pss:", b"SwapPss:")))
+    for pid, _ in _tree():
+        with contextlib.suppress(OSError):
+            total += measure(pid)
     return total
+
+
+def _resident(pid: int) -> int:
+    """Cheap, and too much: what processes share is counted in each."""
+    with open(f"/proc/{pid}/statm", "rb") as f:
+        return int(f.read().split()[1]) * _PAGE
+
+
+def _proportional(pid: int) -> int:
+    """Dear, and right: what n processes share is counted a n-th in each."""
+    with open(f"/proc/{pid}/smaps_rollup", "rb") as f:
+        return sum(int(line.split()[1]) << 10 for line in f if line.startswith((b"Pss:", b"SwapPss:")))

@@ -8,6 +8,7 @@ import io
 import os
 import random
 import resource
+import statistics
 import sys
 import tarfile
 import time
@@ -206,12 +207,15 @@ def test_minimum_isolation_is_demanded(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_lease_without_commands_costs_under_a_millisecond(tmp_path: Path) -> None:
     async def run() -> float:
         backend = LocalBackend(tmp_path / "leases", PROCESS)
-        began = time.process_time()
+        spent = []
         for _ in range(50):
+            began = time.process_time()
             sandbox = await backend.lease("p", "o", 60.0)
             await sandbox.freeze()
             await sandbox.release()
-        return (time.process_time() - began) / 50
+            spent.append(time.process_time() - began)
+        backend.close()
+        return statistics.median(spent)
 
     assert asyncio.run(run()) < 1e-3
 
