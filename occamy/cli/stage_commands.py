@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from occamy.cli.harness_commands import add_rollout_options, rollout_command
 from occamy.cli.options import add_out_option, add_recipe_options, existing_run, recipe_of, run_directory_of
 from occamy.cli.screen import RunScreen
 from occamy.recipe import Recipe
@@ -33,7 +34,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the stage commands."""
     _add(commands, "synth", _synth, "author task packages")
     _add(commands, "admit", _admit, "admit tasks through the gates, seal the release")
-    _add(commands, "rollout", _rollout, "record demonstrations of the training tasks")
+    rollout = _add(commands, "rollout", _rollout, "record demonstrations of the training tasks")
+    add_rollout_options(rollout)
     train = commands.add_parser("train", help="train one expert or the final checkpoint")
     kinds = train.add_subparsers(dest="kind", metavar="KIND", required=True)
     sft = _add(kinds, "sft", _sft, "fine-tune on demonstrations")
@@ -73,6 +75,8 @@ def _add(
     add_out_option(parser)
 
     def handler(args: argparse.Namespace) -> int:
+        if name == "rollout" and args.harness is not None:
+            return rollout_command(args)
         return _run_one(args, stage)
 
     parser.set_defaults(handler=handler)

@@ -68,6 +68,14 @@ class AdapterHarness:
         """Wall time on top of a task's budget."""
         return self.adapter.launch.startup_seconds if isinstance(self.adapter.launch, Command) else 0.0
 
+    def check_context(self, limit: int) -> None:
+        """Raise ValueError when the program does not run within a context limit, tokens."""
+        if limit < self.adapter.minimum_context:
+            raise ValueError(
+                f"harness {self.adapter.name} runs with a context of {self.adapter.minimum_context} tokens or more, "
+                f"rollout.context_limit is {limit}; raise it"
+            )
+
     async def run(self, task: Assignment) -> AgentRun:
         """Run the program to its end: see `read_ending` for the outcomes.
 

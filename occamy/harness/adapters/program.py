@@ -13,6 +13,9 @@ from occamy.harness.adapters.declaration import Adapter, Command, Installed
 FOLDER = "OCCAMY_HARNESSES"
 """Environment variable naming the folder that holds one folder per agent program; ``.harness`` by default."""
 
+_BEGUN = ".begun"
+"""Ends the name of the file that stands beside a folder while something is installed there."""
+
 
 class ProgramMissing(RuntimeError):
     """An agent program is not installed, or in another version than its adapter is written for."""
@@ -53,7 +56,9 @@ def install(adapter: Adapter, here: Path) -> Path:
     installed = adapter.launch.installed if isinstance(adapter.launch, Command) else None
     if installed is None or _version(folder, installed) == adapter.version:
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = folder.with_name(f"{folder.name}{_BEGUN}")
+    begun.touch()
     places = {"{program}": str(folder), "{python}": sys.executable, "{here}": str(here)}
     for step in installed.steps:
         argv = [re.sub(r"\{\w+\}", lambda m: places[m[0]], word) for word in step]
@@ -61,6 +66,7 @@ def install(adapter: Adapter, here: Path) -> Path:
         if done.returncode != 0:
             needs = f"; it needs {installed.needs}" if installed.needs else ""
             raise ProgramMissing(f"harness {adapter.name}: `{' '.join(argv)}` ended with {done.returncode}{needs}")
+    begun.unlink()
     installed_version(adapter)
     return folder
 
@@ -73,6 +79,8 @@ def readable(adapter: Adapter) -> list[Path]:
 
 
 def _version(folder: Path, installed: Installed) -> str | None:
+    if folder.with_name(f"{folder.name}{_BEGUN}").exists():
+        return None
     for path in sorted(folder.glob(installed.version_file)):
         found = re.search(installed.version_pattern, path.read_text(), re.MULTILINE)
         if found:
