@@ -1,15 +1,21 @@
-"""Canonical form of chat messages and their hash chain: what makes two requests share a history."""
+"""Canonical form of chat messages: what makes an echo the same message, and two requests share a history."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
+from occamy.contracts.capture import CaptureRules, Marked
+
 Message = dict[str, Any]
+
+PRINT = 32
+"""Bytes of a fingerprint: 16 for the message's place, 16 for what it says."""
 
 _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 
@@ -17,18 +23,32 @@ _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 class GivenCall:
     """A tool call as the proxy handed it out; recognises its echo whatever the harness did to the JSON text."""
 
-    __slots__ = ("_value", "name")
+    __slots__ = ("arguments", "name")
 
     def __init__(self, name: str, arguments: str) -> None:
-        self.name = name
-        self._value = _json_or_none(arguments)
+        self.name, self.arguments = name, arguments
 
     def is_echoed_by(self, function: Mapping[str, Any]) -> bool:
-        """True if name and argument values agree. Key order, spaces and escapes may differ; arguments that were
-        never valid JSON may have been repaired by the harness into anything."""
+        """True if name and argument values agree. Key order, spaces, escapes and the spelling of numbers may differ;
+        arguments that were never valid JSON may have been repaired by the harness into anything."""
         if function.get("name") != self.name:
             return False
-        return self._value is None or _json_or_none(function.get("arguments") or "") == self._value
+        echo = function.get("arguments") or ""
+        if echo == self.arguments or (given := _json_or_none(self.arguments)) is None:
+            return True
+        said = _json_or_none(echo)
+        try:
+            return said is not None and (said == given or _coarse(echo) == _coarse(self.arguments))
+        except RecursionError:  # nested deeper than Python compares
+            return False
+
+    def is_cut_to(self, function: Mapping[str, Any], end: str) -> bool:
+        """True if the arguments agree but for strings that were cut and now end in `end`."""
+        echo = _json_or_none(function.get("arguments") or "")
+        try:
+            return function.get("name") == self.name and _is_cut(_json_or_none(self.arguments), echo, end)
+        except RecursionError:
+            return False
 
 
 def _json_or_none(text: Any) -> Any:
@@ -40,41 +60,79 @@ def _json_or_none(text: Any) -> Any:
         return None
 
 
-def canonical_message(message: Message, given: Mapping[str, GivenCall]) -> bytes:
-    """Return the bytes that identify a message in a history.
+def _coarse(text: Any) -> Any:
+    """Arguments with all numbers as JavaScript holds them: 64-bit floats."""
+    return json.loads(text if isinstance(text, str) else orjson.dumps(text), parse_int=float)
 
-    An assistant turn with tool calls is its call ids (those in `given`, unaltered); without, its text with thinking
-    and outer whitespace removed. Other turns are role, tool-call id and exact text.
+
+def _is_cut(given: Any, echo: Any, end: str) -> bool:
+    if isinstance(given, str) and isinstance(echo, str):
+        return given == echo or (echo.endswith(end) and given.startswith(echo.removesuffix(end)))
+    if isinstance(given, dict) and isinstance(echo, dict):
+        return given.keys() == echo.keys() and all(_is_cut(v, echo[k], end) for k, v in given.items())
+    if isinstance(given, list) and isinstance(echo, list):
+        return len(given) == len(echo) and all(_is_cut(a, b, end) for a, b in zip(given, echo, strict=True))
+    return bool(given == echo)
+
+
+def is_marked(message: Message, marks: Iterable[Marked]) -> bool:
+    """True if a message begins as one of the marks says."""
+    text = message.get("content") or ""
+    return any(message["role"] == mark.role and text.startswith(mark.starts) for mark in marks)
+
+
+def fingerprint(message: Message, given: Mapping[str, GivenCall], rules: CaptureRules) -> bytes:
+    """Return the 32 bytes that identify a message in a history; the first 16 name its place, whatever it says there.
+
+    An assistant turn with tool calls is its call ids (those in `given`, their arguments unaltered); without, its text
+    with thinking and outer whitespace removed. Of tool calls the place is the ids, of a tool result its call id, of a
+    declared trailer that it is one, of any other message its role.
     """
-    role = message["role"]
-    if role == "assistant":
-        if calls := message.get("tool_calls"):
-            return orjson.dumps(["calls", [_canonical_call(call, given) for call in calls]])
-        text = message.get("content") or ""
-        if "<think>" in text:
-            text = _THINKING.sub("", text)
-        return orjson.dumps(["text", text.strip()])
-    return orjson.dumps([role, message.get("tool_call_id"), message.get("content")])
+    role, text = message["role"], message.get("content") or ""
+    place: list[Any] = [role]
+    said: Any = text
+    if role == "assistant" and (calls := message.get("tool_calls")):
+        place = ["calls", *(call.get("id") for call in calls)]
+        summary = text if is_marked(message, rules.summaries) else ""
+        said = [summary, *(_altered(call, given) for call in calls)]
+    elif role == "assistant":
+        said = (_THINKING.sub("", text) if "<think>" in text else text).strip()
+    elif role == "tool":
+        place = ["tool", message.get("tool_call_id")]
+    elif is_marked(message, rules.trailers):
+        place = ["trailer"]
+    return _digest(orjson.dumps(place)) + _digest(orjson.dumps(said))
 
 
-def _canonical_call(call: Mapping[str, Any], given: Mapping[str, GivenCall]) -> Any:
+def _altered(call: Mapping[str, Any], given: Mapping[str, GivenCall]) -> Any:
+    """None for a call as it was handed out, else what it says."""
     known = given.get(call.get("id") or "")
-    if known is not None and known.is_echoed_by(call["function"]):
-        return call["id"]
     function = call["function"]
-    return ["foreign", call.get("id"), function.get("name"), function.get("arguments")]
+    if known is not None and known.is_echoed_by(function):
+        return None
+    return [function.get("name"), function.get("arguments")]
 
 
-def extend_chain(link: bytes, messages: Sequence[Message], given: Mapping[str, GivenCall]) -> list[bytes]:
-    """Return one 16-byte digest per message, each over the link before it and the message."""
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=PRINT // 2).digest()
+
+
+SYSTEM = _digest(orjson.dumps(["system"]))
+"""Place of system messages."""
+TRAILER = _digest(orjson.dumps(["trailer"]))
+"""Place of declared trailers."""
+
+
+def extend_chain(link: bytes, prints: Iterable[bytes]) -> list[bytes]:
+    """Return one 16-byte digest per fingerprint, each over the link before it and the fingerprint. The chain of a
+    history starts from the empty link."""
     links = []
-    for message in messages:
-        link = hashlib.blake2b(link + canonical_message(message, given), digest_size=16).digest()
+    for print_ in prints:
+        link = _digest(link + print_)
         links.append(link)
     return links
 
 
-def chain_seed(role: str, tools: Sequence[Any]) -> bytes:
-    """Return the first link: histories under other tools or another URL role never meet."""
-    text = role.encode() + b"\0" + orjson.dumps(tools, option=orjson.OPT_SORT_KEYS)
-    return hashlib.blake2b(text, digest_size=16).digest()
+def digest_tools(tools: Sequence[Any]) -> bytes:
+    """Return 16 bytes that identify a tool list."""
+    return _digest(orjson.dumps(tools, option=orjson.OPT_SORT_KEYS))

@@ -7,19 +7,27 @@ tokenised again.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Self
 
-from occamy.capture.messages import GivenCall, Message, canonical_message, chain_seed, extend_chain
+import numpy as np
+import orjson
+
+from occamy.capture.dialogue import Dialogue
+from occamy.capture.history import Attempt, Ids, Step, split_prints
+from occamy.capture.incoming import Key, Reader, Request, read_text
+from occamy.capture.messages import Message, extend_chain
 from occamy.capture.render import Renderer
+from occamy.capture.runs import ROOT, Opening, Runs
 from occamy.capture.template import TemplateError
 from occamy.capture.turn import Prefix, Turn
-from occamy.contracts.capture import CaptureRules
+from occamy.contracts.capture import CaptureRules, MixedVersions
 from occamy.contracts.episode import QuarantineReason
 
-ROOT = "root"
+__all__ = ["ROOT", "Call", "ContextLimitError", "EngineAnswerError", "Recorder"]
 
 
 class ContextLimitError(ValueError):
@@ -30,76 +38,22 @@ class EngineAnswerError(ValueError):
     """An engine's answer cannot be recorded token by token; the episode is quarantined."""
 
 
-@dataclass(slots=True)
-class _Step:
-    """A turn under way or answered. `attempts` maps attempt -> sampled ids."""
-
-    key: bytes
-    segment: _Segment
-    ordinal: int
-    prompt_tokens: int
-    cached_tokens: int
-    delta: list[int]
-    continues: int
-    opened_by: str
-    attempts: dict[int, list[int]] = field(default_factory=dict)
-    begun: int = 0
-    in_flight: int = 0
-
-
-@dataclass(slots=True)
-class _Segment:
-    """An append-only history; `ids` is P_t of its last step."""
-
-    run: _Run
-    index: int
-    ids: list[int] = field(default_factory=list)
-    steps: list[_Step] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Run:
-    name: str
-    segments: list[_Segment] = field(default_factory=list)
-    opened: int = 0
-
-    def tip(self) -> _Step:
-        return self.segments[-1].steps[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """Where a new step goes. `parent` is the answered turn whose tokens it inherits, with the attempt."""
-
-    prefix: Prefix
-    opened_by: str
-    run: str
-    parent: tuple[_Step, int] | None = None
-    new: Sequence[Message] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The last request of a role, so that the next one is compared, not hashed again."""
-
-    messages: list[Message]
-    tools: list[Any]
-    links: list[bytes]
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """What to ask the sampler. Give it back to `finish` or `abandon`, once."""
 
-    step: _Step
+    step: Step
     attempt: int
     prefix: Prefix
-    input_ids: list[int]
+    input_ids: Ids
+    """P_t, read-only and without a copy; orjson writes it with OPT_SERIALIZE_NUMPY."""
     cached_tokens: int
     max_new_tokens: int
     seed: int
     stop_ids: tuple[int, ...]
     history: bytes
+    tools: list[Any] | None
+    """What the answer's calls are read by; None for a raw prompt, whose answer is all text."""
 
 
 class Recorder:
@@ -109,22 +63,55 @@ class Recorder:
     """
 
     def __init__(
-        self, episode_id: str, renderer: Renderer, *, seed: int, rules: CaptureRules, context_limit: int
+        self,
+        episode_id: str,
+        renderer: Renderer,
+        *,
+        seed: int,
+        rules: CaptureRules,
+        context_limit: int,
+        mixed_versions: MixedVersions = "between_turns",
     ) -> None:
         self.episode_id = episode_id
         self.turns: list[Turn] = []
         self.quarantine: QuarantineReason | None = None
         self._renderer, self._seed, self._limit = renderer, seed, context_limit
-        self._rules = rules
-        self._runs: dict[str, _Run] = {}
-        self._latest: dict[str, _Run] = {}
-        self._requests: dict[bytes, _Step] = {}
-        self._answers: dict[bytes, tuple[_Step, int]] = {}
-        self._given: dict[str, GivenCall] = {}
-        self._handed: dict[bytes, Message] = {}
-        self._seen: dict[str, _Seen] = {}
+        self._rules, self._mixed = rules, mixed_versions
+        self._dialogue = Dialogue(renderer, rules)
+        self._requests: dict[Key, list[Step]] = {}
+        self._runs = Runs(rules, renderer.family.appendable, self._dialogue.given)
+        self._reader = Reader(rules, self._dialogue.given)
+        self._versions: set[int] = set()
         self._ordinals = 0
-        self._names: dict[str, int] = {}
+
+    @classmethod
+    def restore(
+        cls,
+        episode_id: str,
+        renderer: Renderer,
+        turns: Iterable[Turn],
+        quarantine: QuarantineReason | None,
+        *,
+        seed: int,
+        rules: CaptureRules,
+        context_limit: int,
+        mixed_versions: MixedVersions = "between_turns",
+    ) -> Self:
+        """Return a recorder that goes on after `turns`, given in order of completion.
+
+        It answers as the one that recorded them would, had it abandoned the calls that were in flight.
+        """
+        recorder = cls(
+            episode_id, renderer, seed=seed, rules=rules, context_limit=context_limit, mixed_versions=mixed_versions
+        )
+        steps: dict[int, Step] = {}
+        for turn in turns:
+            recorder._replay(turn, steps)
+        recorder._ordinals = max(steps, default=-1) + 1
+        for repeated in recorder._requests.values():
+            repeated.sort(key=lambda step: step.ordinal)
+        recorder.quarantine = quarantine or recorder.quarantine
+        return recorder
 
     def begin(
         self,
@@ -141,18 +128,165 @@ class Recorder:
         Raises ContextLimitError when the ids and `max_tokens` exceed the context, TemplateError when the template
         cannot append the new messages; either leaves the record as it was.
         """
-        links = self._links(role, messages, tools)
-        step = self._retried(links[-1], rewrite)
+        request = self._reader.read(role, messages, tools)
+        step = self._retried(request, rewrite)
         if step is not None:
-            new_tokens = self._fit(step.prompt_tokens, max_tokens)
-            prefix, cached = Prefix.retry, step.prompt_tokens
+            return self._call(step, Prefix.retry, self._fit(step.prompt_tokens, max_tokens), stop_ids, tools)
+        opening = self._runs.classify(request, rewrite)
+        if opening.source is None:
+            delta = self._dialogue.whole(request)
         else:
-            opening = self._classify(role, messages, links, rewrite)
-            step, new_tokens = self._open(links[-1], opening, messages, tools, max_tokens)
-            prefix, cached = opening.prefix, step.cached_tokens
-            self._latest[role] = step.segment.run
-            if prefix is Prefix.unexplained:
-                self.set_quarantine(QuarantineReason.unexplained_prefix)
+            step, attempt = opening.source
+            delta = self._dialogue.appended(step.attempts[attempt].output, request)
+        return self._open(request, opening, delta, max_tokens, stop_ids, tools)
+
+    def begin_text(
+        self, role: str, prompt: Sequence[int], *, max_tokens: int | None = None, stop_ids: tuple[int, ...] = ()
+    ) -> Call:
+        """Take a raw prompt, which opens a run of its own; as a second start of the root run it is unexplained.
+
+        Raises as `begin` does, and TemplateError for an empty prompt.
+        """
+        if not len(prompt):
+            raise TemplateError("the prompt is empty; nothing predicts a first token")
+        ids = array("i", prompt)
+        request = read_text(role, ids)
+        step = self._retried(request, None)
+        if step is not None:
+            return self._call(step, Prefix.retry, self._fit(step.prompt_tokens, max_tokens), stop_ids, None)
+        self._renderer.check_vocabulary(ids)
+        return self._open(request, self._runs.start(role), ids, max_tokens, stop_ids, None)
+
+    def finish(
+        self,
+        call: Call,
+        output: Sequence[int],
+        logprobs: Sequence[float],
+        version: int | Sequence[int],
+        finish: str,
+    ) -> tuple[Turn, Message]:
+        """Record the sampled ids. Returns the turn and the assistant message that they say, tool-call ids assigned.
+
+        `version` is the weight version of the answer, or of each id. Raises EngineAnswerError, and quarantines, when
+        ids, log-probs and versions disagree in number, an id is out of vocabulary, or a log-prob is not finite.
+        """
+        step = call.step
+        versions = array("i", [version] * len(output) if isinstance(version, int) else version)
+        if not len(output) == len(logprobs) == len(versions):
+            counts = f"{len(logprobs)} log-probs and {len(versions)} weight versions"
+            raise self._refuse(call, f"{len(output)} sampled ids came with {counts}")
+        if not np.isfinite(logprobs).all():
+            raise self._refuse(call, f"a log-prob is {next(p for p in logprobs if not np.isfinite(p))}")
+        try:
+            self._renderer.check_vocabulary(output)
+        except TemplateError as e:
+            raise self._refuse(call, str(e)) from e
+        message = self._message(call, output)
+        step.in_flight -= 1
+        segment, run = step.segment, step.segment.run
+        turn = Turn(
+            run=run.name,
+            role=run.role,
+            summary=run.summary,
+            segment=segment.index,
+            ordinal=step.ordinal,
+            repeats=step.repeats,
+            continues=step.continues,
+            parent=step.parent,
+            opened_by=step.opened_by,
+            delta=step.delta,
+            prompt_tokens=step.prompt_tokens,
+            tools=segment.tools,
+            heard=step.heard,
+            attempt=call.attempt,
+            prefix=call.prefix,
+            cached_tokens=call.cached_tokens,
+            output=array("i", output),
+            logprobs=array("f", logprobs),
+            versions=versions,
+            finish=finish,
+            said=orjson.dumps(message),
+        )
+        self._keep(step, turn, message)
+        return turn, message
+
+    def abandon(self, call: Call) -> None:
+        """Forget a call that got no answer; a turn without any attempt leaves no trace."""
+        step = call.step
+        step.in_flight -= 1
+        step.begun -= call.attempt == step.begun - 1
+        if step.attempts or step.in_flight:
+            return
+        self._requests[step.key].remove(step)
+        self._ordinals -= step.ordinal == self._ordinals - 1
+        self._runs.drop(step)
+
+    def set_quarantine(self, reason: QuarantineReason) -> None:
+        """Quarantine the episode; the first reason stays."""
+        self.quarantine = self.quarantine or reason
+
+    def _retried(self, request: Request, rewrite: str | None) -> Step | None:
+        """The step this request repeats. A rewrite may restore an early prompt, so it repeats only its own opening; a
+        child that begins as one before it, which has gone on since, is a child of its own."""
+        same = self._requests.get(request.key)
+        if not same:
+            return None
+        step = same[-1]
+        at_tip = step is step.segment.run.tip()
+        if rewrite is not None:
+            return step if at_tip and step.opened_by == rewrite else None
+        return step if at_tip or request.role != "sub" or step.opened_by != "start" else None
+
+    def _open(
+        self,
+        request: Request,
+        opening: Opening,
+        delta: array[int],
+        max_tokens: int | None,
+        stop_ids: tuple[int, ...],
+        tools: list[Any] | None,
+    ) -> Call:
+        """Add the step of a new turn, and its segment unless it continues one. Changes nothing if it raises."""
+        prompt, answer = opening.inherited()
+        size = len(prompt) + len(answer)
+        new_tokens = self._fit(size + len(delta), max_tokens)
+        run = self._runs.open(opening, request)
+        cached = size or run.shared(delta)
+        same = self._requests.setdefault(request.key, [])
+        if opening.prefix is Prefix.continued:
+            segment = run.segments[-1]
+            known = segment.steps[-1].messages
+            segment.ids.regrow(len(prompt), answer, delta)
+        else:
+            segment, known = run.open(request.tools_digest), 0
+            delta = array("i", prompt.tobytes()) + answer + delta
+            segment.ids.regrow(0, delta)
+        segment.known = request.prints
+        step = Step(
+            key=request.key,
+            repeats=same[-1].repeats + 1 if same else 0,
+            segment=segment,
+            ordinal=self._ordinals,
+            prompt_tokens=len(segment.ids),
+            cached_tokens=cached,
+            delta=delta,
+            continues=opening.continues,
+            parent=opening.parent(),
+            opened_by=opening.opened_by,
+            heard=b"".join(request.prints[known:]),
+            messages=len(request.prints),
+        )
+        segment.steps.append(step)
+        same.append(step)
+        self._ordinals += 1
+        self._runs.hear(request.role, request.links[known:])
+        if opening.prefix is Prefix.unexplained:
+            self.set_quarantine(QuarantineReason.unexplained_prefix)
+        return self._call(step, opening.prefix, new_tokens, stop_ids, tools)
+
+    def _call(
+        self, step: Step, prefix: Prefix, new_tokens: int, stop_ids: tuple[int, ...], tools: list[Any] | None
+    ) -> Call:
         attempt = step.begun
         step.begun += 1
         step.in_flight += 1
@@ -160,200 +294,86 @@ class Recorder:
             step=step,
             attempt=attempt,
             prefix=prefix,
-            input_ids=step.segment.ids[: step.prompt_tokens],
-            cached_tokens=cached,
+            input_ids=step.prompt(),
+            cached_tokens=step.prompt_tokens if prefix is Prefix.retry else step.cached_tokens,
             max_new_tokens=new_tokens,
-            seed=self._derive(step.ordinal, attempt) & 0x7FFFFFFF,
-            stop_ids=(self._renderer.closing_id, *stop_ids),
-            history=links[-1],
+            seed=self._derive(step, attempt) & 0x7FFFFFFF,
+            stop_ids=(*self._renderer.stop_ids, *stop_ids),
+            history=step.key[-1],
+            tools=tools,
         )
 
-    def finish(
-        self, call: Call, output: list[int], logprobs: list[float], version: int, finish: str
-    ) -> tuple[Turn, Message]:
-        """Record the sampled ids. Returns the turn and the assistant message that they say, tool-call ids assigned.
-
-        Raises EngineAnswerError, and quarantines, when ids and log-probs disagree, an id is out of vocabulary, or a
-        log-prob is not finite.
-        """
-        step = call.step
-        if bad := next((p for p in logprobs if not math.isfinite(p)), None):
-            raise self._refuse(call, f"a log-prob is {bad}")
-        try:
-            self._renderer.check_vocabulary(output)
-        except TemplateError as e:
-            raise self._refuse(call, str(e)) from e
-        if len(output) != len(logprobs):
-            raise self._refuse(call, f"{len(output)} sampled ids came with {len(logprobs)} log-probs")
-        message = self._message(call, output)
-        step.in_flight -= 1
-        step.attempts[call.attempt] = output
-        self._answers[extend_chain(call.history, [message], self._given)[0]] = (step, call.attempt)
-        turn = Turn(
-            run=step.segment.run.name,
-            segment=step.segment.index,
-            ordinal=step.ordinal,
-            attempt=call.attempt,
-            continues=step.continues,
-            prefix=call.prefix,
-            opened_by=step.opened_by,
-            delta=step.delta,
-            prompt_tokens=step.prompt_tokens,
-            cached_tokens=call.cached_tokens,
-            output=output,
-            logprobs=logprobs,
-            version=version,
-            finish=finish,
-        )
+    def _keep(self, step: Step, turn: Turn, message: Message) -> None:
+        """Take an answer into the record."""
+        print_ = self._dialogue.hand_out(message)
+        step.attempts[turn.attempt] = Attempt(turn.output, print_)
+        self._runs.answered(turn.role, extend_chain(step.key[-1], [print_])[0], step, turn.attempt)
         self.turns.append(turn)
-        return turn, message
+        self._check_versions(turn)
 
-    def abandon(self, call: Call) -> None:
-        """Forget a call that got no answer; a turn without any attempt leaves no trace."""
-        step = call.step
-        step.in_flight -= 1
-        if step.attempts or step.in_flight:
-            return
-        segment, run = step.segment, step.segment.run
-        if self._requests.get(step.key) is step:
-            del self._requests[step.key]
-        segment.steps.remove(step)
-        del segment.ids[segment.steps[-1].prompt_tokens if segment.steps else 0 :]
-        if not segment.steps:
-            run.segments.remove(segment)
-        if not run.segments:
-            del self._runs[run.name]
-            self._latest = {role: r for role, r in self._latest.items() if r is not run}
+    def _check_versions(self, turn: Turn) -> None:
+        """Quarantine when weights changed where the recipe does not allow it."""
+        sampled = set(turn.versions)
+        self._versions |= sampled
+        mixed = sampled if self._mixed == "between_turns" else self._versions
+        if self._mixed != "within_turns" and len(mixed) > 1:
+            self.set_quarantine(QuarantineReason.mixed_weight_versions)
 
-    def set_quarantine(self, reason: QuarantineReason) -> None:
-        """Quarantine the episode; the first reason stays."""
-        self.quarantine = self.quarantine or reason
+    def _replay(self, turn: Turn, steps: dict[int, Step]) -> None:
+        """Take a stored turn into the record; `steps` are those of the turns before, by ordinal."""
+        message: Message = orjson.loads(turn.said)
+        step = steps.get(turn.ordinal)
+        if step is None:
+            step = steps[turn.ordinal] = self._replay_step(turn)
+        step.begun = max(step.begun, turn.attempt + 1)
+        if turn.prefix is Prefix.unexplained:
+            self.set_quarantine(QuarantineReason.unexplained_prefix)
+        self._keep(step, turn, message)
 
-    def _links(self, role: str, messages: list[Message], tools: list[Any]) -> list[bytes]:
-        seen = self._seen.get(role)
-        if seen and seen.tools == tools and messages[: len(seen.messages)] == seen.messages:
-            new = messages[len(seen.messages) :]
-            links = seen.links + extend_chain(seen.links[-1], new, self._given)
+    def _replay_step(self, turn: Turn) -> Step:
+        run = self._runs.restore(turn.run, turn.role, turn.summary)
+        prints = split_prints(turn.heard)
+        if turn.opened_by:
+            segment = run.open(turn.tools)
+            links = extend_chain(b"", prints)
+            segment.ids.regrow(0, turn.delta)
+            segment.known = prints
         else:
-            links = extend_chain(chain_seed(role, tools), messages, self._given)
-        self._seen[role] = _Seen(messages, tools, links)
-        return links
-
-    def _retried(self, key: bytes, rewrite: str | None) -> _Step | None:
-        """The step this request repeats. A rewrite may restore an early prompt, so it repeats only its own opening."""
-        step = self._requests.get(key)
-        if step is None or rewrite is None:
-            return step
-        return step if step.opened_by == rewrite and step is step.segment.run.tip() else None
-
-    def _classify(self, role: str, messages: list[Message], links: list[bytes], rewrite: str | None) -> _Opening:
-        if rewrite is not None:
-            if rewrite in self._rules.announced and role in self._latest:
-                return _Opening(Prefix.rewrite, rewrite, self._latest[role].name)
-            return self._stray()
-        last = next((i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == "assistant"), -1)
-        parent, new = self._answers.get(links[last]) if last >= 0 else None, messages[last + 1 :]
-        if last < 0 or (role == ROOT and ROOT not in self._runs):
-            return self._start(role)
-        if parent is None or not new or any(m["role"] not in self._renderer.family.appendable for m in new):
-            return self._stray()
-        run = parent[0].segment.run
-        if parent[0] is run.tip():
-            return _Opening(Prefix.continued, "", run.name, parent, new)
-        return _Opening(Prefix.branch, "branch", self._name("branch"), parent, new)
-
-    def _start(self, role: str) -> _Opening:
-        if role == ROOT:
-            return _Opening(Prefix.start, "start", ROOT) if ROOT not in self._runs else self._stray()
-        return _Opening(Prefix.auxiliary if role.startswith("aux") else Prefix.start, "start", self._name(role))
-
-    def _stray(self) -> _Opening:
-        return _Opening(Prefix.unexplained, "unexplained", self._name("stray"))
-
-    def _name(self, stem: str) -> str:
-        """Propose the next free run id of a stem; it is taken when the run opens."""
-        number = self._names.get(stem, 0)
-        while f"{stem}-{number}" in self._runs:
-            number += 1
-        self._names[stem] = number
-        return f"{stem}-{number}"
-
-    def _open(
-        self, key: bytes, opening: _Opening, messages: list[Message], tools: list[Any], max_tokens: int | None
-    ) -> tuple[_Step, int]:
-        """Add the step of a new turn, and its segment unless it continues one. Changes nothing if it raises."""
-        history, delta, cached, continues = self._history(opening, messages, tools)
-        new_tokens = self._fit(len(history) + len(delta), max_tokens)
-        run = self._runs.setdefault(opening.run, _Run(opening.run))
-        if opening.prefix is Prefix.continued:
             segment = run.segments[-1]
-        else:
-            segment = _Segment(run, run.opened)
-            run.opened += 1
-            run.segments.append(segment)
-            delta, continues = history + delta, -1
-            history = []
-        segment.ids[:] = history + delta
-        step = _Step(key, segment, self._ordinals, len(segment.ids), cached, delta, continues, opening.opened_by)
-        self._ordinals += 1
+            last = segment.steps[-1]
+            links = extend_chain(last.key[-1], prints)
+            segment.ids.regrow(last.prompt_tokens, last.attempts[turn.continues].output, turn.delta)
+            segment.known = segment.known[: last.messages] + prints
+        step = Step(
+            key=(turn.role, turn.tools, links[-1]),
+            repeats=turn.repeats,
+            segment=segment,
+            ordinal=turn.ordinal,
+            prompt_tokens=turn.prompt_tokens,
+            cached_tokens=turn.cached_tokens,
+            delta=turn.delta,
+            continues=turn.continues,
+            parent=turn.parent,
+            opened_by=turn.opened_by,
+            heard=turn.heard,
+            messages=len(segment.known),
+        )
         segment.steps.append(step)
-        self._requests[key] = step
-        return step, new_tokens
+        self._requests.setdefault(step.key, []).append(step)
+        self._runs.hear(turn.role, links)
+        return step
 
-    def _history(
-        self, opening: _Opening, messages: list[Message], tools: list[Any]
-    ) -> tuple[list[int], list[int], int, int]:
-        """Return (P_t ⊕ Y_t of the parent, new ids, tokens shared with the prompt and answer before, attempt used)."""
-        renderer = self._renderer
-        if opening.parent is None:
-            ids = list(renderer.opening([self._as_handed(m) for m in messages], tools))
-            renderer.check_vocabulary(ids)
-            shared = self._shared(self._runs[opening.run], ids) if opening.prefix is Prefix.rewrite else 0
-            return [], ids, shared, -1
-        step, attempt = opening.parent
-        output = step.attempts[attempt]
-        history = step.segment.ids[: step.prompt_tokens] + output
-        closed = bool(output) and output[-1] == renderer.closing_id
-        delta = [] if closed else [renderer.closing_id]
-        delta.extend(renderer.appended(opening.new))
-        renderer.check_vocabulary(delta)
-        return history, delta, len(history), attempt
+    def _message(self, call: Call, output: Sequence[int]) -> Message:
+        visible = output[:-1] if len(output) and output[-1] in call.stop_ids else output
+        if call.tools is None:
+            return {"role": "assistant", "content": self._renderer.decode(visible)}
+        call_ids = (f"call{self._derive(call.step, call.attempt, i):032x}" for i in count())
+        return self._dialogue.read(visible, call.tools, call_ids)
 
-    def _shared(self, run: _Run, ids: list[int]) -> int:
-        """Length of the common prefix of `ids` and the run's last prompt and answer."""
-        tip = run.tip()
-        before = tip.segment.ids[: tip.prompt_tokens] + (tip.attempts[max(tip.attempts)] if tip.attempts else [])
-        for i, (a, b) in enumerate(zip(before, ids, strict=False)):
-            if a != b:
-                return i
-        return min(len(before), len(ids))
-
-    def _as_handed(self, message: Message) -> Message:
-        """Return a message for rendering: an echoed tool-call turn as it was handed out, ids and extra keys dropped."""
-        calls = message.get("tool_calls")
-        if message["role"] == "assistant" and calls:
-            handed = self._handed.get(canonical_message(message, self._given), message)
-            functions = [{"type": "function", "function": c["function"]} for c in handed["tool_calls"]]
-            return {"role": "assistant", "content": handed.get("content"), "tool_calls": functions}
-        return {"role": message["role"], "content": message.get("content") or ""}
-
-    def _message(self, call: Call, output: list[int]) -> Message:
-        visible = output[:-1] if output and output[-1] in call.stop_ids else output
-        answer = self._renderer.parse(visible)
-        message: Message = {"role": "assistant", "content": answer.content}
-        if answer.calls:
-            message["tool_calls"] = calls = []
-            for i, parsed in enumerate(answer.calls):
-                call_id = f"call{self._derive(call.step.ordinal, call.attempt, i):032x}"
-                self._given[call_id] = GivenCall(parsed.name, parsed.arguments)
-                function = {"name": parsed.name, "arguments": parsed.arguments}
-                calls.append({"id": call_id, "type": "function", "function": function})
-            self._handed[canonical_message(message, self._given)] = message
-        return message
-
-    def _derive(self, *place: int) -> int:
-        """128 bits fixed by episode, seed and place: tool-call ids and sampling seeds repeat with the episode."""
-        text = repr((self.episode_id, self._seed, place)).encode()
+    def _derive(self, step: Step, *place: int) -> int:
+        """128 bits fixed by episode, seed, history and place: tool-call ids and sampling seeds repeat with the
+        episode, in whatever order its agents ask."""
+        text = repr((self.episode_id, self._seed, step.key, step.repeats, place)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "big")
 
     def _fit(self, prompt: int, asked: int | None) -> int:

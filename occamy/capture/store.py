@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-import struct
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,27 +15,42 @@ import numpy as np
 
 from occamy.capture.segments import CapturedEpisode, capture_episode
 from occamy.capture.turn import Exchange, Prefix, Turn
+from occamy.contracts.capture import EpisodeSetup
 from occamy.contracts.episode import QuarantineReason
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes (
-    episode_id TEXT PRIMARY KEY, sampled_by TEXT NOT NULL, closed INTEGER NOT NULL DEFAULT 0,
-    quarantine TEXT, record TEXT
+    episode_id TEXT PRIMARY KEY, setup TEXT NOT NULL, closed INTEGER NOT NULL DEFAULT 0, quarantine TEXT, record TEXT
 ) STRICT;
 CREATE TABLE IF NOT EXISTS turns (
-    episode_id TEXT NOT NULL, run TEXT NOT NULL, segment INTEGER NOT NULL, ordinal INTEGER NOT NULL,
-    attempt INTEGER NOT NULL, continues INTEGER NOT NULL, prefix TEXT NOT NULL, opened_by TEXT NOT NULL,
-    delta BLOB NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, output BLOB NOT NULL,
-    logprobs BLOB NOT NULL, version INTEGER NOT NULL, finish TEXT NOT NULL, request_digest TEXT NOT NULL,
-    history_digest TEXT NOT NULL, sampling TEXT NOT NULL, engine_cached_tokens INTEGER NOT NULL, seconds REAL NOT NULL,
+    episode_id TEXT NOT NULL, run TEXT NOT NULL, role TEXT NOT NULL, summary INTEGER NOT NULL,
+    segment INTEGER NOT NULL, ordinal INTEGER NOT NULL, repeats INTEGER NOT NULL, continues INTEGER NOT NULL,
+    parent_ordinal INTEGER, parent_attempt INTEGER, opened_by TEXT NOT NULL, delta BLOB NOT NULL,
+    prompt_tokens INTEGER NOT NULL, tools BLOB NOT NULL, heard BLOB NOT NULL, attempt INTEGER NOT NULL,
+    prefix TEXT NOT NULL, cached_tokens INTEGER NOT NULL, output BLOB NOT NULL, logprobs BLOB NOT NULL,
+    versions BLOB NOT NULL, finish TEXT NOT NULL, said BLOB NOT NULL,
+    request_digest TEXT NOT NULL, history_digest TEXT NOT NULL, sampling TEXT NOT NULL,
+    engine_cached_tokens INTEGER NOT NULL, seconds REAL NOT NULL,
     PRIMARY KEY (episode_id, ordinal, attempt)
 ) STRICT;
 """
 _TURN_COLUMNS = (
-    "run, segment, ordinal, attempt, continues, prefix, opened_by, delta, prompt_tokens, cached_tokens, output, "
-    "logprobs, version, finish"
+    "run, role, summary, segment, ordinal, repeats, continues, parent_ordinal, parent_attempt, opened_by, delta, "
+    "prompt_tokens, tools, heard, attempt, prefix, cached_tokens, output, logprobs, versions, finish, said"
 )
-_INSERT = f"INSERT INTO turns VALUES ({', '.join('?' * 20)})"
+_INSERT = f"INSERT INTO turns VALUES ({', '.join('?' * 28)})"
+_BUSY_SECONDS = 30.0
+"""How long a commit waits for another process that writes to the same file (our choice)."""
+
+
+@dataclass(frozen=True)
+class OpenEpisode:
+    """What the store holds of an episode that is not closed."""
+
+    setup: EpisodeSetup
+    turns: list[Turn]
+    """In order of completion."""
+    quarantine: QuarantineReason | None
 
 
 class Store:
@@ -43,12 +59,12 @@ class Store:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(_SCHEMA)
 
-    def open_episode(self, episode_id: str, sampled_by: str) -> None:
+    def open_episode(self, episode_id: str, setup: EpisodeSetup) -> None:
         """Start an episode; an unfinished capture of the same id is discarded.
 
         Raises ValueError when the episode is finished: its record is in `finished()`.
@@ -59,25 +75,53 @@ class Store:
                 raise ValueError(f"episode {episode_id} is finished; take it from the store or choose another id")
             if row is not None:
                 self._delete(episode_id)
-            self._db.execute("INSERT INTO episodes (episode_id, sampled_by) VALUES (?, ?)", (episode_id, sampled_by))
+            values = (episode_id, setup.model_dump_json())
+            self._db.execute("INSERT INTO episodes (episode_id, setup) VALUES (?, ?)", values)
 
-    def add_turn(self, episode_id: str, turn: Turn, exchange: Exchange) -> None:
-        """Commit one attempt."""
-        row = (
-            episode_id, turn.run, turn.segment, turn.ordinal, turn.attempt, turn.continues, turn.prefix.value,
-            turn.opened_by, _blob("i", turn.delta), turn.prompt_tokens, turn.cached_tokens, _blob("i", turn.output),
-            _blob("f", turn.logprobs), turn.version, turn.finish, exchange.request_digest, exchange.history_digest,
-            exchange.sampling, exchange.engine_cached_tokens, exchange.seconds,
-        )  # fmt: skip
+    def open_episodes(self) -> dict[str, EpisodeSetup]:
+        """Return episode id -> setup of the episodes that are not closed, in order of opening."""
         with self._lock:
+            rows = self._db.execute("SELECT episode_id, setup FROM episodes WHERE closed = 0 ORDER BY rowid").fetchall()
+        return {name: EpisodeSetup.model_validate_json(setup) for name, setup in rows}
+
+    def read_open(self, episode_id: str) -> OpenEpisode:
+        """Return what is needed to go on with an episode. Raises KeyError when the store holds no open one."""
+        with self._lock:
+            row = self._db.execute(
+                "SELECT setup, quarantine FROM episodes WHERE episode_id = ? AND closed = 0", (episode_id,)
+            ).fetchone()
+        if row is None:
+            raise KeyError(f"no open episode {episode_id} in this store")
+        return OpenEpisode(EpisodeSetup.model_validate_json(row[0]), self.turns(episode_id), _reason(row[1]))
+
+    def add_turn(
+        self, episode_id: str, turn: Turn, exchange: Exchange, quarantine: QuarantineReason | None = None
+    ) -> None:
+        """Commit one attempt, and with it why the episode is quarantined, if it is."""
+        parent = turn.parent or (None, None)
+        row = (
+            episode_id, turn.run, turn.role, turn.summary, turn.segment, turn.ordinal, turn.repeats, turn.continues,
+            *parent, turn.opened_by, _blob(turn.delta), turn.prompt_tokens, turn.tools, turn.heard, turn.attempt,
+            turn.prefix.value, turn.cached_tokens, _blob(turn.output), _blob(turn.logprobs), _blob(turn.versions),
+            turn.finish, turn.said, exchange.request_digest, exchange.history_digest, exchange.sampling,
+            exchange.engine_cached_tokens, exchange.seconds,
+        )  # fmt: skip
+        with self._lock, self._transaction():
             self._db.execute(_INSERT, row)
+            if quarantine is not None:
+                self._quarantine(episode_id, quarantine)
+
+    def set_quarantine(self, episode_id: str, reason: QuarantineReason) -> None:
+        """Commit why an episode is quarantined, when no turn carries it; the first reason stays."""
+        with self._lock:
+            self._quarantine(episode_id, reason)
 
     def close_episode(self, episode_id: str, quarantine: QuarantineReason | None) -> None:
         """Mark an episode as completely captured."""
-        with self._lock:
-            self._db.execute(
-                "UPDATE episodes SET closed = 1, quarantine = ? WHERE episode_id = ?", (quarantine, episode_id)
-            )
+        with self._lock, self._transaction():
+            if quarantine is not None:
+                self._quarantine(episode_id, quarantine)
+            self._db.execute("UPDATE episodes SET closed = 1 WHERE episode_id = ?", (episode_id,))
 
     def finish_episode(self, episode_id: str, record_json: str) -> None:
         """Keep the graded record of a closed episode: from now on it is never run again.
@@ -114,17 +158,22 @@ class Store:
         """Rebuild a closed episode. Raises KeyError when the store holds no closed episode of this id."""
         with self._lock:
             row = self._db.execute(
-                "SELECT sampled_by, quarantine FROM episodes WHERE episode_id = ? AND closed = 1", (episode_id,)
+                "SELECT setup, quarantine FROM episodes WHERE episode_id = ? AND closed = 1", (episode_id,)
             ).fetchone()
         if row is None:
             raise KeyError(f"no closed episode {episode_id} in this store")
-        quarantine = None if row[1] is None else QuarantineReason(row[1])
-        return capture_episode(episode_id, row[0], self.turns(episode_id), quarantine)
+        setup = EpisodeSetup.model_validate_json(row[0])
+        return capture_episode(episode_id, setup.sampled_by, self.turns(episode_id), _reason(row[1]))
 
     def close(self) -> None:
         """Close the database; commits are already durable."""
         with self._lock:
             self._db.close()
+
+    def _quarantine(self, episode_id: str, reason: QuarantineReason) -> None:
+        self._db.execute(
+            "UPDATE episodes SET quarantine = coalesce(quarantine, ?) WHERE episode_id = ?", (reason, episode_id)
+        )
 
     def _delete(self, episode_id: str) -> None:
         self._db.execute("DELETE FROM turns WHERE episode_id = ?", (episode_id,))
@@ -141,30 +190,45 @@ class Store:
         self._db.execute("COMMIT")
 
 
-def _blob(code: Literal["i", "f"], values: list[int] | list[float]) -> bytes:
-    return struct.pack(f"<{len(values)}{code}", *values)
+def _reason(text: str | None) -> QuarantineReason | None:
+    return None if text is None else QuarantineReason(text)
 
 
-def _turn(run: str, segment: int, ordinal: int, attempt: int, continues: int, prefix: str, *rest: Any) -> Turn:
-    opened_by, delta, prompt_tokens, cached_tokens, output, logprobs, version, finish = rest
+def _blob(values: array[int] | array[float]) -> bytes:
+    return np.frombuffer(values, values.typecode).astype(f"<{values.typecode}4").tobytes()
+
+
+def _array(code: Literal["i", "f"], blob: bytes) -> array[Any]:
+    return array(code, np.frombuffer(blob, f"<{code}4").astype(code).tobytes())
+
+
+def _turn(
+    run: str, role: str, summary: int, segment: int, ordinal: int, repeats: int, continues: int, *rest: Any
+) -> Turn:
+    (
+        parent_ordinal, parent_attempt, opened_by, delta, prompt_tokens, tools, heard, attempt, prefix, cached_tokens,
+        output, logprobs, versions, finish, said,
+    ) = rest  # fmt: skip
     return Turn(
         run=run,
+        role=role,
+        summary=bool(summary),
         segment=segment,
         ordinal=ordinal,
-        attempt=attempt,
+        repeats=repeats,
         continues=continues,
-        prefix=Prefix(prefix),
+        parent=None if parent_ordinal is None else (parent_ordinal, parent_attempt),
         opened_by=opened_by,
-        delta=_ints(delta),
+        delta=_array("i", delta),
         prompt_tokens=prompt_tokens,
+        tools=tools,
+        heard=heard,
+        attempt=attempt,
+        prefix=Prefix(prefix),
         cached_tokens=cached_tokens,
-        output=_ints(output),
-        logprobs=np.frombuffer(logprobs, "<f4").tolist(),
-        version=version,
+        output=_array("i", output),
+        logprobs=_array("f", logprobs),
+        versions=_array("i", versions),
         finish=finish,
+        said=said,
     )
-
-
-def _ints(blob: bytes) -> list[int]:
-    values: list[int] = np.frombuffer(blob, "<i4").tolist()
-    return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,36 +21,58 @@ class Prefix(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One attempt at one turn. Attempts of the same turn share everything up to `attempt`."""
+    """One attempt at one turn. Attempts of the same turn share everything up to `attempt`.
+
+    With all turns before it, it holds what a recorder needs to go on.
+    """
 
     run: str
     """"root", or the id of a branch, subagent, auxiliary or stray run."""
+    role: str
+    """Part of the URL it came in by: "root", "sub" or "aux…"."""
+    summary: bool
+    """Whether its run writes a declared summary, which trains as the root run does."""
     segment: int
-    """Position of the segment in the run, from 0."""
+    """Place of the segment in the run; a later one has a greater number."""
     ordinal: int
     """Position of the turn in the episode, in order of arrival, from 0."""
-    attempt: int
-    """0 for the first request, n for its nth retry."""
+    repeats: int
+    """How many turns before it asked for the same history."""
     continues: int
-    """Attempt of the previous turn in the segment that this turn's history holds; -1 in a segment's first turn."""
-    prefix: Prefix
-    """Class of the request that made this attempt."""
+    """Attempt of the run's turn before that this turn's history holds; -1 if it holds none."""
+    parent: tuple[int, int] | None
+    """Ordinal and attempt of the turn of another run whose ids this one's prompt goes on from."""
     opened_by: str
-    """In a segment's first turn: "start", a rewrite kind, "branch" or "unexplained"; else empty."""
-    delta: list[int]
+    """In a segment's first turn: "start", a rewrite kind, "tool_change", "branch" or "unexplained"; else empty."""
+    delta: array[int]
     """New non-policy ids: the whole prompt in a segment's first turn, else (closing token and) D."""
     prompt_tokens: int
     """Length of P_t."""
+    tools: bytes
+    """Digest of the tool list."""
+    heard: bytes
+    """Fingerprints of the request's new messages, 32 bytes each: all of them in a segment's first turn."""
+    attempt: int
+    """0 for the first request, n for its nth retry."""
+    prefix: Prefix
+    """Class of the request that made this attempt."""
     cached_tokens: int
     """Leading ids of P_t that were in the previous prompt plus answer."""
-    output: list[int]
+    output: array[int]
     """Sampled ids Y_t, stop token included."""
-    logprobs: list[float]
-    """Behaviour log-prob per id of `output`; all 0 if a teacher wrote it."""
-    version: int
-    """Weight version that sampled it, -1 for a teacher."""
+    logprobs: array[float]
+    """Behaviour log-prob per id of `output`, float32; all 0 if a teacher wrote it."""
+    versions: array[int]
+    """Weight version per id of `output`, -1 for a teacher."""
     finish: str
     """"stop" or "length"."""
+    said: bytes
+    """JSON of the assistant message that was handed out."""
+
+    @property
+    def version(self) -> int:
+        """Weight version of the last sampled id, -1 for a teacher or an empty answer."""
+        return self.versions[-1] if self.versions else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +82,7 @@ class Exchange:
     request_digest: str
     """sha256 of the raw body."""
     history_digest: str
-    """Last link of the canonical hash chain, tools and role included."""
+    """Last link of the hash chain over the canonical messages."""
     sampling: str
     """JSON of the sampling parameters."""
     engine_cached_tokens: int

@@ -11,6 +11,9 @@ from occamy.contracts.record import Record
 RewriteKind = Literal["summary_replacement", "history_pruning"]
 """How a harness shortens its history: a summary replaces old messages, or old tool results are cut in place."""
 
+MixedVersions = Literal["never", "between_turns", "within_turns"]
+"""Where the weights may change inside an episode that trains."""
+
 
 class Marked(Record):
     """A message that the harness writes itself, known by how its text begins."""
@@ -36,16 +39,32 @@ class CaptureRules(Record):
     announced: tuple[RewriteKind, ...] = ()
     """Rewrites that the harness announces itself, in the header ``x-occamy-rewrite`` of the rewritten request."""
     summaries: tuple[Marked, ...] = ()
-    """Messages that stand for cut history. A request of known messages and a new one of these is a summary
-    replacement."""
+    """Messages that stand for cut history, or begin with what does. A request of known messages and a new one of these
+    is a summary replacement."""
     pruned: tuple[Marked, ...] = ()
-    """What stands in place of a message whose content was cut. A request that differs from the history only by these
-    is history pruning."""
+    """What stands in place of a message whose content was cut: a tool result by its call id, other messages by role
+    and order. A request that differs from the history only by these is history pruning."""
+    cut_arguments: str = ""
+    """How a string inside an old tool call's arguments ends where the harness cut it; "" if it cuts none. Counts as
+    pruning."""
     trailers: tuple[Marked, ...] = ()
-    """Messages that the harness appends after a rewrite."""
+    """Messages that the harness appends after a rewrite, and may leave out again later."""
     auxiliaries: tuple[Auxiliary, ...] = ()
     """Housekeeping calls."""
     subagents: bool = False
     """Whether children run, on the base URL of run ``sub``; told apart by their first messages."""
     tools_may_change: bool = False
     """Whether the tool list may change within a run; each change opens a segment."""
+
+
+class EpisodeSetup(Record):
+    """What an episode was opened with: enough, with its recorded turns, to go on with it after a crash."""
+
+    sampled_by: Literal["policy", "teacher"]
+    seed: int = 0
+    """Fixes tool-call ids and sampling seeds."""
+    rules: CaptureRules = CaptureRules()
+    mixed_versions: MixedVersions = "between_turns"
+    """Asynchronous training updates weights while episodes run, so by default only a turn must be of one version."""
+    key_digest: str = ""
+    """Digest of the API key, which itself is not kept."""

@@ -114,7 +114,7 @@ def test_a_template_that_drops_earlier_thinking_does_not_touch_sampled_ids(
     recorder.finish(first, sampled, [0.0] * len(sampled), 0, "stop")
     echo = {"role": "assistant", "content": "lookupdone"}
     second = recorder.begin("root", [ask, echo, {"role": "user", "content": "check B02"}], [])
-    assert second.input_ids == first.input_ids + sampled + list(renderer.encode("<user>check B02<assistant>"))
+    assert second.input_ids.tolist() == first.input_ids.tolist() + sampled + list(renderer.encode("<user>check B02<assistant>"))
 
 
 def test_a_template_that_hides_the_turn_before_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

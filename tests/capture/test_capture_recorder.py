@@ -10,7 +10,7 @@ from occamy.capture.recorder import Call, ContextLimitError, EngineAnswerError, 
 from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments
 from occamy.capture.turn import Prefix
-from occamy.contracts.capture import CaptureRules
+from occamy.contracts.capture import Auxiliary, CaptureRules
 from occamy.contracts.episode import Origin, QuarantineReason, Segment
 
 TOOLS: list[Any] = [
@@ -69,12 +69,12 @@ def talk(renderer: Renderer) -> Talk:
 
 def test_a_continued_prompt_is_prompt_answer_and_new_tokens(talk: Talk) -> None:
     first = talk.begin()
-    assert (first.prefix, first.input_ids) == (Prefix.start, talk.ids(PROMPT))
+    assert (first.prefix, first.input_ids.tolist()) == (Prefix.start, talk.ids(PROMPT))
     message = talk.finish(first, GET)
     talk.history += [message, observe(message, '{"tier":"gold"}')]
     second = talk.begin()
     assert second.prefix is Prefix.continued
-    assert second.input_ids == talk.ids(PROMPT + GET + '<tool>{"tier":"gold"}<assistant>')
+    assert second.input_ids.tolist() == talk.ids(PROMPT + GET + '<tool>{"tier":"gold"}<assistant>')
     assert second.cached_tokens == len(talk.ids(PROMPT + GET))
 
 
@@ -100,7 +100,7 @@ def test_ids_are_kept_when_the_tokenizer_would_join_them_otherwise(talk: Talk) -
     message = talk.recorder.finish(call, spelled, [0.0] * len(spelled), 0, "stop")[1]
     assert len(talk.ids(talk.renderer.decode(spelled))) == len(spelled) - 2
     talk.history += [message, observe(message, "ok")]
-    assert talk.begin().input_ids == talk.ids(PROMPT) + spelled + talk.ids("<tool>ok<assistant>")
+    assert talk.begin().input_ids.tolist() == talk.ids(PROMPT) + spelled + talk.ids("<tool>ok<assistant>")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_echo_reworked_by_the_harness_finds_the_same_ids(talk: Talk, echo: di
     talk.history += [echoed, observe(message, "ok")]
     again = talk.begin()
     assert again.prefix is Prefix.continued
-    assert again.input_ids == talk.ids(PROMPT + sampled + "<tool>ok<assistant>")
+    assert again.input_ids.tolist() == talk.ids(PROMPT + sampled + "<tool>ok<assistant>")
 
 
 def test_broken_arguments_may_come_back_repaired(talk: Talk) -> None:
@@ -142,14 +142,17 @@ def test_thinking_and_outer_whitespace_may_be_dropped_from_text(talk: Talk) -> N
         {"role": "user", "content": "check"},
     ]
     again = talk.begin()
-    assert (again.prefix, again.input_ids) == (Prefix.continued, talk.ids(PROMPT + "done<end><user>check<assistant>"))
+    assert (again.prefix, again.input_ids.tolist()) == (
+        Prefix.continued,
+        talk.ids(PROMPT + "done<end><user>check<assistant>"),
+    )
 
 
 def test_only_the_attempt_that_the_harness_used_is_trained(talk: Talk) -> None:
     lost = talk.begin()
     talk.finish(lost, GET)
     used = talk.begin()
-    assert (used.prefix, used.attempt, used.input_ids) == (Prefix.retry, 1, lost.input_ids)
+    assert (used.prefix, used.attempt, used.input_ids.tolist()) == (Prefix.retry, 1, lost.input_ids.tolist())
     assert used.seed != lost.seed
     message = talk.finish(used, 'crm_get{"id":"B02"}<end>')
     talk.history += [message, observe(message, "ok")]
@@ -178,19 +181,55 @@ def test_a_late_first_attempt_does_not_displace_the_retry(talk: Talk) -> None:
 def test_continuing_an_earlier_turn_forks_a_run_without_targets(talk: Talk) -> None:
     talk.step(GET, "ok")
     fork = [*talk.history[:2], {**talk.history[2], "content": "none"}]
-    talk.step("done<end>")
+    talk.step(GET, "ok")
     call = talk.begin(fork)
-    assert (call.prefix, call.input_ids) == (Prefix.branch, talk.ids(PROMPT + GET + "<tool>none<assistant>"))
+    assert (call.prefix, call.input_ids.tolist()) == (Prefix.branch, talk.ids(PROMPT + GET + "<tool>none<assistant>"))
     message = talk.finish(call, GET)
     again = talk.begin([*fork, message, observe(message, "ok")])
     assert again.prefix is Prefix.continued
     talk.finish(again, "ok<end>")
+    assert talk.step("done<end>") is Prefix.continued
     root, branch = talk.segments()
     assert (root.run, branch.run) == ("root", "branch-0")
-    assert root.tokens[root.mask].tolist() == talk.ids(GET + "done<end>")
+    assert root.tokens[root.mask].tolist() == talk.ids(GET + GET + "done<end>")
     assert not branch.mask.any()
     assert branch.tokens[branch.origin == Origin.SUBAGENT].tolist() == talk.ids(GET + "ok<end>")
+    assert branch.logprobs[branch.origin == Origin.SUBAGENT].tolist() == [-1.0] * len(talk.ids(GET + "ok<end>"))
+    assert branch.versions[branch.origin == Origin.SUBAGENT].tolist() == [3] * len(talk.ids(GET + "ok<end>"))
+    assert (branch.origin[: len(call.input_ids)] == Origin.INHERITED).all()
     assert talk.recorder.quarantine is None
+
+
+def test_the_line_that_the_harness_went_on_with_is_the_root_run(talk: Talk) -> None:
+    """An answer got lost, the harness changed its last message: what it never used is the fork."""
+    talk.step(GET, "ok")
+    changed = [*talk.history[:2], {**talk.history[2], "content": "none"}]
+    lost = talk.begin()
+    talk.finish(lost, "done<end>")
+    talk.history = changed
+    assert talk.step(GET, "ok") is Prefix.branch
+    talk.step("ok<end>")
+    root, fork = talk.segments()
+    prompt = talk.ids(PROMPT + GET + "<tool>none<assistant>" + GET + "<tool>ok<assistant>ok<end>")
+    assert (root.run, root.tokens.tolist()) == ("root", prompt)
+    assert root.tokens[root.mask].tolist() == talk.ids(GET + GET + "ok<end>")
+    assert (fork.run, fork.tokens.tolist()) == ("branch-0", talk.ids(PROMPT + GET + "<tool>ok<assistant>done<end>"))
+    assert not fork.mask.any()
+    assert fork.tokens[fork.origin == Origin.SUBAGENT].tolist() == talk.ids("done<end>")
+
+
+def test_a_fork_from_an_attempt_that_was_not_used_keeps_it_as_sampled(talk: Talk) -> None:
+    messages = [talk.finish(talk.begin(), text) for text in (GET, 'crm_get{"id":"B02"}<end>')]
+    first, second = ([ASK, m, observe(m, "ok")] for m in messages)
+    talk.finish(talk.begin(first), "ok<end>")
+    assert talk.begin(second).prefix is Prefix.branch
+    talk.history = [*first, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "check"}]
+    talk.step("done<end>")
+    fork = talk.begin([*second[:2], {**second[2], "content": "none"}])
+    talk.finish(fork, "done<end>")
+    root, branch = talk.segments()
+    assert root.tokens[root.mask].tolist() == talk.ids('crm_get{"id":"B02"}<end>done<end>')
+    assert branch.tokens[branch.origin == Origin.SUBAGENT].tolist() == talk.ids(GET + "ok<end>done<end>")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +252,7 @@ def test_unexplained_requests_quarantine_and_are_still_answered(talk: Talk, chan
     else:
         request = [{"role": "user", "content": "check B02"}]
     call = talk.begin(request, tools=tools)
-    assert call.prefix is Prefix.unexplained and call.input_ids
+    assert call.prefix is Prefix.unexplained and len(call.input_ids)
     assert talk.recorder.quarantine is QuarantineReason.unexplained_prefix
     assert talk.finish(call, "done<end>")["content"] == "done"
     stray = talk.segments()[1]
@@ -228,7 +267,7 @@ def test_a_declared_rewrite_closes_the_segment_and_opens_the_next(renderer: Rend
     talk.history = [ASK, {"role": "user", "content": "summary:A01.tier=gold;"}, *talk.history[1:3]]
     call = talk.begin(rewrite="summary_replacement")
     assert call.prefix is Prefix.rewrite
-    assert call.input_ids == talk.ids(
+    assert call.input_ids.tolist() == talk.ids(
         PROMPT[:-11] + "<user>summary:A01.tier=gold;<assistant>" + GET + "<tool>ok<assistant>"
     )
     assert call.cached_tokens == len(talk.ids(PROMPT[:-11]))
@@ -267,7 +306,7 @@ def test_a_rewritten_prefix_shows_calls_as_sampled_not_as_reworked(renderer: Ren
     reworked = {**handed, "function": {"name": "crm_update", "arguments": '{ "tier": "gold", "id": "A01" }'}}
     history = [ASK, {**message, "tool_calls": [reworked]}, observe(message, "pruned")]
     call = talk.begin(history, rewrite="history_pruning")
-    assert call.input_ids == talk.ids(PROMPT + sampled + "<tool>pruned<assistant>")
+    assert call.input_ids.tolist() == talk.ids(PROMPT + sampled + "<tool>pruned<assistant>")
 
 
 def test_a_turn_cut_by_length_is_closed_by_a_token_without_loss(talk: Talk) -> None:
@@ -280,7 +319,8 @@ def test_a_turn_cut_by_length_is_closed_by_a_token_without_loss(talk: Talk) -> N
     assert segment.tokens[segment.mask].tolist() == cut + talk.ids("done<end>")
 
 
-def test_interleaved_subagents_and_housekeeping_keep_their_own_runs(talk: Talk) -> None:
+def test_interleaved_subagents_and_housekeeping_keep_their_own_runs(renderer: Renderer) -> None:
+    talk = Talk(renderer, CaptureRules(subagents=True, auxiliaries=(Auxiliary(run="aux", purpose="title"),)))
     talk.step(GET, "ok")
     goals = [[{"role": "user", "content": text}] for text in ("check A01", "check B02")]
     for goal in goals:
@@ -306,7 +346,10 @@ def test_a_call_without_answer_leaves_no_trace(talk: Talk) -> None:
     talk.recorder.abandon(talk.begin())
     changed = [*talk.history[:2], {**talk.history[2], "content": "none"}]
     call = talk.begin(changed)
-    assert (call.prefix, call.input_ids) == (Prefix.continued, talk.ids(PROMPT + GET + "<tool>none<assistant>"))
+    assert (call.prefix, call.input_ids.tolist()) == (
+        Prefix.continued,
+        talk.ids(PROMPT + GET + "<tool>none<assistant>"),
+    )
     talk.finish(call, "done<end>")
     (segment,) = talk.segments()
     assert segment.tokens[segment.mask].tolist() == talk.ids(GET + "done<end>")

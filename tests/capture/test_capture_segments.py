@@ -14,7 +14,7 @@ from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments
 from occamy.capture.store import Store
 from occamy.capture.turn import Exchange
-from occamy.contracts.capture import CaptureRules
+from occamy.contracts.capture import CaptureRules, EpisodeSetup
 from occamy.contracts.episode import Origin
 
 ANSWERS = [
@@ -62,7 +62,7 @@ def test_every_used_token_is_a_target_exactly_once(renderer: Renderer, steps: li
         same = [a for a in answers if not a[0].get("tool_calls") and a[0]["content"] == message["content"]]
         if same and not message.get("tool_calls"):  # equal texts cannot be told apart: the latest counts
             message, ids, version = same[-1]
-        prompts.append(call.input_ids)
+        prompts.append(call.input_ids.tolist())
         expected.append((rewrite, ids, version, -float(number + 1)))
         messages = [*messages, message]
         for c in message.get("tool_calls", []):
@@ -97,7 +97,7 @@ def test_every_used_token_is_a_target_exactly_once(renderer: Renderer, steps: li
 def test_the_store_gives_back_what_the_recorder_holds(renderer: Renderer, tmp_path: Path) -> None:
     recorder = Recorder("e", renderer, seed=0, rules=CaptureRules(announced=("history_pruning",)), context_limit=1024)
     store = Store(tmp_path / "capture.sqlite")
-    store.open_episode("e", "policy")
+    store.open_episode("e", EpisodeSetup(sampled_by="policy"))
     messages: list[dict[str, Any]] = [{"role": "user", "content": "check A01"}]
     for number, rewrite in enumerate([None, None, "history_pruning", None]):
         if rewrite:

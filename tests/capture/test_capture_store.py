@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
 
 from occamy.capture.store import Store
 from occamy.capture.turn import Exchange, Prefix, Turn
+from occamy.contracts.capture import CaptureRules, EpisodeSetup
 from occamy.contracts.episode import QuarantineReason
 
+POLICY = EpisodeSetup(sampled_by="policy", rules=CaptureRules(subagents=True), key_digest="sha256:1")
 EXCHANGE = Exchange("sha256:0", "00", "{}", 4, 0.125)
 
 
 def _turn(ordinal: int) -> Turn:
     return Turn(
         run="root",
+        role="root",
+        summary=False,
         segment=0,
         ordinal=ordinal,
-        attempt=0,
+        repeats=0,
         continues=0 if ordinal else -1,
-        prefix=Prefix.continued if ordinal else Prefix.start,
+        parent=(ordinal, 3) if ordinal else None,
         opened_by="" if ordinal else "start",
-        delta=[1, 2, 70_000],
+        delta=array("i", [1, 2, 70_000]),
         prompt_tokens=3,
+        tools=b"\x00" * 16,
+        heard=bytes(range(32)),
+        attempt=0,
+        prefix=Prefix.continued if ordinal else Prefix.start,
         cached_tokens=0,
-        output=[4, 5],
-        logprobs=[-0.5, -2.0],
-        version=9,
+        output=array("i", [4, 5]),
+        logprobs=array("f", [-0.5, -2.0]),
+        versions=array("i", [9, 10]),
         finish="stop",
+        said=b'{"role":"assistant","content":"x"}',
     )
 
 
@@ -41,7 +51,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_turns_come_back_as_they_went_in(path: Path) -> None:
     store = Store(path)
-    store.open_episode("e", "policy")
+    store.open_episode("e", POLICY)
     turns = [_turn(0), _turn(1)]
     for turn in turns:
         store.add_turn("e", turn, EXCHANGE)
@@ -53,7 +63,7 @@ def test_turns_come_back_as_they_went_in(path: Path) -> None:
 def test_an_unfinished_episode_is_started_over_and_a_finished_one_refused(path: Path) -> None:
     store = Store(path)
     for name in ("cut", "ungraded", "done"):
-        store.open_episode(name, "policy")
+        store.open_episode(name, POLICY)
         store.add_turn(name, _turn(0), EXCHANGE)
     store.close_episode("ungraded", None)
     store.close_episode("done", QuarantineReason.unexplained_prefix)
@@ -64,19 +74,19 @@ def test_an_unfinished_episode_is_started_over_and_a_finished_one_refused(path: 
     assert store.finished() == {"done": '{"score":1}'}
     assert store.captured("done").quarantine is QuarantineReason.unexplained_prefix
     for name in ("cut", "ungraded"):
-        store.open_episode(name, "policy")
+        store.open_episode(name, POLICY)
         assert store.turns(name) == []
     with pytest.raises(ValueError, match="episode done is finished"):
-        store.open_episode("done", "policy")
+        store.open_episode("done", POLICY)
     assert len(store.turns("done")) == 1
     store.discard("done")
     assert store.finished() == {}
-    store.open_episode("done", "policy")
+    store.open_episode("done", POLICY)
 
 
 def test_only_a_closed_episode_can_be_finished_or_read(path: Path) -> None:
     store = Store(path)
-    store.open_episode("e", "policy")
+    store.open_episode("e", POLICY)
     for name in ("e", "unknown"):
         with pytest.raises(ValueError, match=f"episode {name} is not closed"):
             store.finish_episode(name, "{}")
@@ -94,11 +104,11 @@ spec = importlib.util.spec_from_file_location("here", {__file__!r})
 here = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(here)
 store = here.Store(Path({str(path)!r}))
-store.open_episode("done", "policy")
+store.open_episode("done", here.POLICY)
 store.add_turn("done", here._turn(0), here.EXCHANGE)
 store.close_episode("done", None)
 store.finish_episode("done", "record")
-store.open_episode("cut", "policy")
+store.open_episode("cut", here.POLICY)
 for ordinal in range(5):
     store.add_turn("cut", here._turn(ordinal), here.EXCHANGE)
 os.kill(os.getpid(), signal.SIGKILL)
