@@ -17,10 +17,13 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from occamy.sandboxes.tree import kill_tree
 from occamy.sandboxes.watch import Watch
+
+if TYPE_CHECKING:
+    from occamy.sandboxes.relay import Relay
 
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _TICK_S = 0.2
@@ -54,15 +57,18 @@ def main(control_fd: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    if fault := _carry(ours, spec["reach"]):
-        _report(control, fault=fault)
+    try:
+        relay = _carry(ours, spec["reach"])
+    except OSError as e:
+        _report(control, fault=f"no network of its own: {e}")
         kill_tree(child)
         return
-    _keep(child, control, wake_read, watch, end, status if spec["status_fd"] else None)
+    if _keep(child, control, wake_read, watch, end, status if spec["status_fd"] else None) and relay is not None:
+        relay.flush()
 
 
-def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: float, status: int | None) -> None:
-    """Wait for the end of the tree, or bring it about. `child` is the command itself, or the bwrap around it."""
+def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: float, status: int | None) -> bool:
+    """Wait for the end of the tree (True), or bring it about. `child` is the command itself, or bwrap around it."""
     watched: list[socket.socket | int] = [control, wake]
     while True:
         ready, _, _ = select.select(watched, [], [], _TICK_S)
@@ -77,36 +83,37 @@ def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: floa
                 else:
                     _report(control, exit=code)
             if not left:
-                return
+                return True
         if control in ready and not control.recv(64):
             kill_tree(child)
-            return
+            return False
         limit = "deadline" if time.monotonic() > end else watch.passed()
         if limit:
             kill_tree(child)
             if child:
                 _report(control, exit=_KILLED, limit=limit)
-            return
+            return False
 
 
-def _carry(channel: socket.socket, reach: list[list[Any]]) -> str:
-    """Receive the listeners that the child has opened in its network and serve them. Returns what went wrong."""
+def _carry(channel: socket.socket, reach: list[list[Any]]) -> Relay | None:
+    """Receive the listeners that the child has opened in its network, and serve them. Raises OSError without them."""
     with channel:
         if not reach:
-            return ""
-        from occamy.sandboxes import relay  # threads and all: only commands that reach something pay for it
+            return None
+        from occamy.sandboxes.relay import Relay  # threads and all: only commands that reach something pay for it
 
-        text, fds, _, _ = socket.recv_fds(channel, 4096, len(reach))
-    relay.start([socket.socket(fileno=fd) for fd in fds], [(host, port) for host, port in reach])
-    return text.decode().strip() if len(fds) == len(reach) else f"no network of its own: {text.decode()}"
+        said, fds, _, _ = socket.recv_fds(channel, 4096, len(reach))
+    if len(fds) != len(reach):
+        raise OSError(said.decode())
+    return Relay([socket.socket(fileno=fd) for fd in fds], [(host, port) for host, port in reach])
 
 
 def _listen(channel: socket.socket, reach: list[list[Any]]) -> None:
     """In the child: move into a network of its own and hand the listeners to the keeper."""
-    from occamy.sandboxes import relay
+    from occamy.sandboxes.relay import enter_network
 
     try:
-        listeners = relay.enter_network([(host, port) for host, port in reach])
+        listeners = enter_network([(host, port) for host, port in reach])
     except OSError as e:
         channel.sendall(str(e).encode())
         os._exit(127)

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import select
 import socket
 import struct
 import threading
@@ -19,7 +20,8 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _CONNECTIONS = 128  # at once, of one command; more wait. Our choice
 _CHUNK = 1 << 16
-_RETRY_S = 0.05
+_PAUSE_S = 0.005
+_FLUSH_S = 1.0
 
 
 def enter_network(addresses: list[Address]) -> list[socket.socket]:
@@ -40,39 +42,59 @@ def enter_network(addresses: list[Address]) -> list[socket.socket]:
     return [socket.create_server(address, backlog=_CONNECTIONS) for address in addresses]
 
 
-def carry(listener: socket.socket, target: Address, slots: threading.BoundedSemaphore) -> None:
-    """Accept for ever and join each connection to `target`, as many at once as there are slots."""
-    while True:
-        slots.acquire()
+class Relay:
+    """Carries the connections of every listener to its target, in threads that end with this process."""
+
+    def __init__(self, listeners: list[socket.socket], targets: list[Address]) -> None:
+        self._listeners = listeners
+        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._sending = 0
+        for listener, target in zip(listeners, targets):
+            threading.Thread(target=self._accept, args=(listener, target), daemon=True).start()
+
+    def flush(self) -> None:
+        """After the end of the tree: wait, not for long, until what it has sent has gone out."""
+        end = time.monotonic() + _FLUSH_S
+        while self._pending() and time.monotonic() < end:
+            time.sleep(_PAUSE_S)
+
+    def _pending(self) -> bool:
+        with self._lock:
+            return bool(self._sending or select.select(self._listeners, [], [], 0)[0])
+
+    def _accept(self, listener: socket.socket, target: Address) -> None:
+        while True:
+            self._slots.acquire()
+            select.select([listener], [], [])
+            with self._lock:
+                try:
+                    inside, _ = listener.accept()
+                except OSError:  # gone before it was accepted, or no descriptor left for it
+                    self._slots.release()
+                    time.sleep(_PAUSE_S)
+                    continue
+                self._sending += 1
+            threading.Thread(target=self._join, args=(inside, target), daemon=True).start()
+
+    def _join(self, inside: socket.socket, target: Address) -> None:
         try:
-            inside, _ = listener.accept()
-        except OSError:  # gone before it was accepted, or no descriptor left for it
-            slots.release()
-            time.sleep(_RETRY_S)
-            continue
-        threading.Thread(target=_join, args=(inside, target, slots), daemon=True).start()
+            with inside, socket.create_connection(target) as outside:
+                for end in (inside, outside):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                back = threading.Thread(target=_pump, args=(outside, inside), daemon=True)
+                back.start()
+                _pump(inside, outside)
+                self._sent()
+                back.join()
+        except OSError:  # nobody listens out there: the command sees its connection closed
+            self._sent()
+        finally:
+            self._slots.release()
 
-
-def start(listeners: list[socket.socket], targets: list[Address]) -> None:
-    """Carry every listener's connections, in threads that end with this process."""
-    slots = threading.BoundedSemaphore(_CONNECTIONS)
-    for listener, target in zip(listeners, targets):
-        threading.Thread(target=carry, args=(listener, target, slots), daemon=True).start()
-
-
-def _join(inside: socket.socket, target: Address, slots: threading.BoundedSemaphore) -> None:
-    try:
-        with inside, socket.create_connection(target) as outside:
-            for end in (inside, outside):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            back = threading.Thread(target=_pump, args=(outside, inside), daemon=True)
-            back.start()
-            _pump(inside, outside)
-            back.join()
-    except OSError:
-        return  # nobody listens out there: the command sees its connection closed
-    finally:
-        slots.release()
+    def _sent(self) -> None:
+        with self._lock:
+            self._sending -= 1
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:

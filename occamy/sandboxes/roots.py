@@ -12,12 +12,13 @@ from pathlib import Path
 _WAIT_S = 30.0
 _REMOVE = """
 for try in 1 2 3 4 5 6 7 8 9 10; do
-  rm -rf -- "$1" 2>/dev/null && exit
+  rm -rf -- "$1" 2>/dev/null && break
   chmod -R u+rwx -- "$1" 2>/dev/null
   sleep 0.1
 done
 """
-_JANITOR = f"cat >/dev/null\n{_REMOVE}"  # waits for the end of its input: closed, or its writer is dead
+# The janitor waits for the end of its input: closed, or its writer is dead.
+_JANITOR = f'cat >/dev/null\n{_REMOVE}\nrmdir -- "${{1%/*}}" 2>/dev/null'
 
 
 class Root:
@@ -30,8 +31,10 @@ class Root:
         janitor = subprocess.Popen(
             ["sh", "-c", _JANITOR, "sh", str(self.folder)], stdin=subprocess.PIPE, env={}, start_new_session=True
         )
-        self.close = weakref.finalize(self, _end, janitor, base)
-        """Remove the folder and `base`. Happens by itself when the object is dropped, or its process ends or dies."""
+        self.close = weakref.finalize(self, _end, janitor)
+        """Remove the folder, and `base` if that is empty then.
+
+        Happens by itself when the object is dropped, or its process ends or dies."""
 
 
 def remove(folder: Path) -> None:
@@ -42,9 +45,7 @@ def remove(folder: Path) -> None:
         subprocess.run(["sh", "-c", _REMOVE, "sh", str(folder)], check=False)
 
 
-def _end(janitor: subprocess.Popen[bytes], base: Path) -> None:
+def _end(janitor: subprocess.Popen[bytes]) -> None:
     assert janitor.stdin is not None
     janitor.stdin.close()
     janitor.wait(_WAIT_S)
-    with contextlib.suppress(OSError):
-        base.rmdir()
