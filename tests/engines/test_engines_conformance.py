@@ -64,7 +64,7 @@ class Tampering:
             aiohttp.ClientSession() as session,
             session.request(request.method, self.url + request.path, data=raw) as answer,
         ):
-            if not (mine and answer.content_type == "text/event-stream"):
+            if answer.content_type != "text/event-stream":
                 got = await answer.read()
                 if mine and answer.content_type == "application/json":
                     changed = self.change(body, json.loads(got))
