@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Iterator
@@ -28,13 +29,13 @@ from occamy.rollout.oracle import OracleTeacher, Script
 from occamy.rollout.session import RolloutSession
 
 Message = dict[str, Any]
-SPECIAL = ["<pad>", "<unk>", "<end>", "<tools>", "<system>", "<user>", "<assistant>", "<tool>"]
 
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The nano template over a vocabulary of single characters, which can spell every call."""
-    vocabulary = {token: i for i, token in enumerate(SPECIAL + [chr(i) for i in range(32, 127)])}
+    """A tokenizer of single characters under the nano template: it can spell calls that the nano model cannot."""
+    special = ["<pad>", "<unk>", "<end>", "<tools>", "<system>", "<user>", "<assistant>", "<tool>"]
+    vocabulary = {token: i for i, token in enumerate(special + [chr(i) for i in range(32, 127)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z]+>|.|\n"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -44,21 +45,27 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pad_token="<pad>",
         unk_token="<unk>",
         eos_token="<end>",
-        additional_special_tokens=SPECIAL[3:],
+        additional_special_tokens=special[3:],
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(folder)
     return folder
 
 
 def run_all(
-    folder: Path, checkpoint: Path, composition: str, jobs: list[EpisodeJob], teacher: Teacher, context: int = 1024
+    folder: Path,
+    checkpoint: Path,
+    composition: str,
+    jobs: list[EpisodeJob],
+    teacher: Teacher,
+    context: int = 1024,
+    concurrency: int = 4,
 ) -> list[tuple[EpisodeResult, Evidence]]:
-    config = RolloutConfig(harness=composition, context_limit=context, max_new_tokens=512, concurrency=4)
+    config = RolloutConfig(context_limit=context, max_new_tokens=512)
     harness = load(composition)
     with RolloutSession(
         folder, checkpoint=checkpoint, engine_url=None, harness=harness, config=config, teacher=teacher
     ) as session:
-        return [(r, session.evidence(r.record.episode_id)) for r in session.stream(jobs, 4)]
+        return [(r, session.evidence(r.record.episode_id)) for r in session.stream(jobs, concurrency)]
 
 
 def jobs_of(release: Path, pool: Any, count: int) -> list[EpisodeJob]:
@@ -220,3 +227,46 @@ def test_a_family_that_never_stops_is_ended_by_the_budgets_of_the_task(
     children = [e for e in evidence.trace if e["kind"] == "subagent"]
     assert children and record.steps + sum(e["turns"] for e in children) <= budget.turns
     assert {e["outcome"] for e in children} == {"timed_out"}
+
+
+class Quarrel:
+    """Four children at once write the same file, three times each; every answer takes a time of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def complete(self, episode_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(self._random.random() / 50)
+        messages = request["messages"]
+        goal = next((m["content"] for m in messages if str(m.get("content")).startswith("task ")), None)
+        turn = sum(m["role"] == "assistant" for m in messages)
+        if goal is None and turn == 0:
+            return calling(*[("task_delegate", {"goal": str(child)}) for child in range(4)])
+        if goal is not None and turn < 3:
+            return calling(("file_write", {"path": "memo", "text": f"{goal[-1]}{turn}"}))
+        return {"role": "assistant", "content": "done"}
+
+
+def kept(results: list[tuple[EpisodeResult, Evidence]]) -> dict[str, Any]:
+    """What is kept of each episode, without times and the trace."""
+    return {
+        result.record.episode_id: (
+            result.record.model_copy(update={"wall_seconds": 0.0}),
+            [(s.run, s.index, s.closed_by, s.tokens.tolist(), s.origin.tolist()) for s in result.segments],
+            evidence.events,
+            evidence.state,
+        )
+        for result, evidence in results
+    }
+
+
+def test_timing_decides_nothing_in_a_family(release: Path, letters: Path, tmp_path: Path) -> None:
+    jobs = [roomy(job) for job in jobs_of(release, "short", 8)]
+    alone = run_all(tmp_path / "alone", letters, "delegating", jobs, Quarrel(1), 16384, concurrency=1)
+    beside = run_all(tmp_path / "beside", letters, "delegating", jobs, Quarrel(2), 16384, concurrency=8)
+    assert kept(alone) == kept(beside)
+    for result, evidence in alone:
+        assert (result.record.outcome, result.record.quarantine) == (Outcome.completed, None)
+        assert [s.run for s in result.segments] == ["root", "sub-0", "sub-1", "sub-2", "sub-3"]
+        written = [event.arguments["text"] for event in evidence.events if isinstance(event.arguments, dict)]
+        assert written == [f"{child}{turn}" for turn in range(3) for child in range(4)]
