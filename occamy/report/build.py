@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from occamy.capture.transcript import Reader
 from occamy.contracts.episode import EpisodeRecord
 from occamy.contracts.evaluation import EvaluationResult
 from occamy.contracts.manifest import write_atomic
@@ -19,7 +20,7 @@ from occamy.report import tables
 from occamy.report.ancestry import drawing, nodes
 from occamy.report.charts import curve_panel, interval_panel, pareto_plane
 from occamy.report.inputs import Curves, ReportInputs
-from occamy.report.transcript import ORIGINS, Reader, SegmentView, pick, segment_views
+from occamy.report.transcript import ORIGINS, SegmentView, pick, segment_views
 
 CURVES = (
     *("loss", "reward", "success", "steps", "tool_calls", "failed_calls", "tokens_per_episode", "segments"),

@@ -1,18 +1,13 @@
-"""Readable transcripts: the recorded tokens of an episode, line by line, coloured by where each came from."""
+"""Transcripts on the page: the recorded tokens of an episode, line by line, coloured by where each came from."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
 
-import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-
+from occamy.capture import transcript
 from occamy.capture.sealed import Sealed
+from occamy.capture.transcript import Reader, read_messages
 from occamy.contracts.episode import EpisodeRecord, Origin, Segment
 
 ORIGINS = {
@@ -22,8 +17,6 @@ ORIGINS = {
     Origin.SUBAGENT: ("subagent", "written by a subagent"),
 }
 """Origin code -> (CSS class, words for the legend)."""
-_ROLE = re.compile(r"^<\|?[a-z_]+\|?>$")
-_CLOSERS = {"<end>", "<|im_end|>", "</s>", "<|endoftext|>"}
 
 
 @dataclass(frozen=True)
@@ -55,28 +48,6 @@ class SegmentView:
     lines: list[Line]
 
 
-class Reader:
-    """Turns token ids into text with a tokenizer.json."""
-
-    def __init__(self, path: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(path))
-        self._words = isinstance(self._tokenizer.model, WordLevel)
-
-    def token(self, id_: int) -> str:
-        """Text of one token as it stands in the vocabulary; unknown ids show as <id>."""
-        return self._tokenizer.id_to_token(id_) or f"<{id_}>"
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Text of consecutive tokens. A word-level vocabulary drops spaces; they come back between words."""
-        if not self._words:
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-        joined = ""
-        for token in map(self.token, ids):
-            gap = " " if joined and joined[-1].isalnum() and token[:1].isalnum() else ""
-            joined += gap + token
-        return joined
-
-
 def segment_views(reader: Reader, segments: Sequence[Segment], limit: int = 4000) -> list[SegmentView]:
     """Views of an episode's root segments in order, each cut after `limit` tokens."""
     root = sorted((s for s in segments if s.run == "root"), key=lambda s: s.index)
@@ -102,30 +73,13 @@ def pick(sealed: Sealed) -> list[EpisodeRecord]:
 
 
 def _lines(reader: Reader, segment: Segment, limit: int) -> list[Line]:
-    """Split at tokens that open a role; the role token itself becomes the line's label."""
-    lines: list[Line] = []
-    role, start = "", 0
-    tokens = segment.tokens[:limit]
-    for position, id_ in enumerate([*tokens.tolist(), None]):
-        word = reader.token(id_) if id_ is not None else None
-        if word is None or (_ROLE.match(word) and word not in _CLOSERS):
-            pieces = _pieces(reader, segment, start, position)
-            if pieces or role:
-                lines.append(Line(role, pieces))
-            role, start = (word or "").strip("<|>"), position + 1
-    return lines
+    messages = read_messages(reader, segment, limit)
+    return [Line(m.role, [Piece(ORIGINS[p.origin][0], p.text, _title(p)) for p in m.pieces]) for m in messages]
 
 
-def _pieces(reader: Reader, segment: Segment, start: int, stop: int) -> list[Piece]:
-    pieces = []
-    for origin, group in groupby(range(start, stop), key=lambda i: int(segment.origin[i])):
-        where = list(group)
-        css, words = ORIGINS[origin]
-        title = f"{words}; {len(where)} tokens"
-        if origin == Origin.SAMPLED:
-            version = int(segment.versions[where[0]])
-            sure = float(np.mean(segment.logprobs[where]))
-            title += f"; weight version {version}; mean log-prob {sure:.2f}"
-        text = reader.text([int(segment.tokens[i]) for i in where])
-        pieces.append(Piece(css, text, title))
-    return pieces
+def _title(piece: transcript.Piece) -> str:
+    title = f"{ORIGINS[piece.origin][1]}; {piece.tokens} tokens"
+    if piece.origin == Origin.SAMPLED:
+        version = piece.versions[0] if piece.versions else -1
+        title += f"; weight version {version}; mean log-prob {piece.mean_logprob:.2f}"
+    return title

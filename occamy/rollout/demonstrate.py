@@ -1,4 +1,5 @@
-"""Demonstrations: the scripted oracle plays admitted tasks through the real harness and proxy; successes are sealed."""
+"""Demonstrations: the scripted oracle plays admitted tasks through the real harness and proxy; what succeeds and
+replays is sealed."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from occamy.capture.sealed import write_sealed
-from occamy.contracts.episode import EpisodeRecord, Segment
 from occamy.contracts.lineage import tokenizer_digest
 from occamy.contracts.manifest import Counts, Manifest, SealError, seal, verify
 from occamy.contracts.record import digest
 from occamy.contracts.release import load_release
 from occamy.harness.loading import load
+from occamy.rollout.admit import Receipt, check_episode, receipt, write_receipts
+from occamy.rollout.archive import Recorded
 from occamy.rollout.config import DemonstrationConfig
 from occamy.rollout.jobs import EpisodeJob, make_jobs
 from occamy.rollout.oracle import OracleTeacher
@@ -62,14 +63,21 @@ def demonstrate(
         teacher=teacher,
         asked=digest([made_by, parents]),
     )
-    with session:
-        kept, segments, refused = _play(session, _enrolled(jobs, teacher), len(jobs), config, progress)
-    if not kept:
-        raise ValueError(f"{release}: none of {len(jobs)} demonstrations succeeded ({dict(refused)}); check the tasks")
     sealed = work / "sealed"
     shutil.rmtree(sealed, ignore_errors=True)
-    facts = {"made_by": made_by, "seed": seed, "quarantine": dict(sorted(refused.items()))}
-    write_sealed(sealed, kept, segments, kind=KIND, parents=parents, facts=facts)
+    with session:
+        succeeded, refused = _play(session, _enrolled(jobs, teacher), len(jobs), config, progress)
+        kept, receipts = _admitted(session, succeeded)
+        refused += Counter(r.reason.value for r in receipts if r.reason is not None)
+        if progress is not None:
+            progress(len(jobs), len(jobs), f"{len(kept)}/{len(jobs)} admitted")
+        if not kept:
+            raise ValueError(
+                f"{release}: none of {len(jobs)} demonstrations succeeded ({dict(refused)}); check the tasks"
+            )
+        facts = {"made_by": made_by, "seed": seed, "quarantine": dict(sorted(refused.items()))}
+        write_receipts(sealed, receipts)
+        facts = session.seal_into(sealed, kept, kind=KIND, parents=parents, facts=facts).facts
     counts = Counts(raw=len(jobs), validated=len(jobs), admitted=len(kept), quarantined=len(jobs) - len(kept))
     manifest = seal(sealed, KIND, counts={KIND: counts}, parents=parents, facts=facts)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -97,18 +105,27 @@ def _play(
     total: int,
     config: DemonstrationConfig,
     progress: Progress | None,
-) -> tuple[list[EpisodeRecord], list[Segment], Counter[str]]:
-    """Run all jobs. Returns admitted records with their segments, and counts of why others were not."""
-    kept: list[EpisodeRecord] = []
-    segments: list[Segment] = []
+) -> tuple[list[str], Counter[str]]:
+    """Run all jobs. Returns the ids of those that succeeded, and counts of why others did not."""
+    succeeded: list[str] = []
     refused: Counter[str] = Counter()
     for done, result in enumerate(session.stream(jobs, config.rollout.concurrency), 1):
         record = result.record
         if record.success and record.quarantine is None:
-            kept.append(record)
-            segments += result.segments
+            succeeded.append(record.episode_id)
         else:
             refused[record.quarantine.value if record.quarantine else f"not_successful:{record.outcome.value}"] += 1
         if progress is not None:
-            progress(done, total, f"{len(kept)}/{done} admitted")
-    return kept, segments, refused
+            progress(done, total, f"{len(succeeded)}/{done} succeeded")
+    return succeeded, refused
+
+
+def _admitted(session: RolloutSession, episode_ids: list[str]) -> tuple[list[Recorded], list[Receipt]]:
+    """Replay the tool calls of episodes. Returns those that come out as recorded, and a receipt of each."""
+    kept: list[Recorded] = []
+    receipts: list[Receipt] = []
+    for episode in map(session.recorded, episode_ids):
+        receipts.append(receipt(episode.record, check_episode(episode), ("capture", "state")))
+        if receipts[-1].admitted:
+            kept.append(episode)
+    return kept, receipts

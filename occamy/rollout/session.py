@@ -9,7 +9,7 @@ import os
 import queue
 import tempfile
 import threading
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +29,7 @@ from occamy.contracts.record import canonical_json
 from occamy.engines.client import EngineClient
 from occamy.harness.assignment import Harness
 from occamy.harness.client import open_http
+from occamy.rollout.archive import Recorded, recorded, write_archive
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.episode import EpisodeResult, Place, run_episode
 from occamy.rollout.evidence import Evidence, EvidenceStore
@@ -75,9 +76,10 @@ class RolloutSession:
         self._config = config
         self._harness = harness
         self._engine_url = engine_url
+        self._tokenizer = tokenizer_digest(checkpoint)
         identity = {
             "harness": harness.digest,
-            "tokenizer": tokenizer_digest(checkpoint),
+            "tokenizer": self._tokenizer,
             "context_limit": config.context_limit,
             "max_new_tokens": config.max_new_tokens,
             "reward_needs_completion": config.reward_needs_completion,
@@ -175,11 +177,23 @@ class RolloutSession:
         if self._engine_url is not None:
             self._call(_check_health(self._engine_url))
 
+    def recorded(self, episode_id: str) -> Recorded:
+        """A finished episode with all that is known of it, for replay. Raises KeyError."""
+        return recorded(self._finished[episode_id], self._proxy.store, self._evidence)
+
     def seal(self, *, kind: str, parents: dict[str, str], facts: dict[str, Any]) -> Manifest:
         """Write all finished episodes to ``folder/sealed`` and seal it. The same episodes give the same seal."""
-        records = self.records()
-        segments = [s for r in records for s in self._segments(r.episode_id)]
-        return write_sealed(self._folder / "sealed", records, segments, kind=kind, parents=parents, facts=facts)
+        episodes = [self.recorded(i) for i in self._finished]
+        return self.seal_into(self._folder / "sealed", episodes, kind=kind, parents=parents, facts=facts)
+
+    def seal_into(
+        self, out: Path, episodes: Sequence[Recorded], *, kind: str, parents: dict[str, str], facts: dict[str, Any]
+    ) -> Manifest:
+        """Write episodes of this session, with what a replay needs of them, to `out` and seal it."""
+        write_archive(out, episodes)
+        segments = [s for e in episodes for s in e.segments]
+        facts = {**facts, "tokenizer": self._tokenizer}
+        return write_sealed(out, [e.record for e in episodes], segments, kind=kind, parents=parents, facts=facts)
 
     async def _episode(self, job: EpisodeJob) -> EpisodeResult:
         record = self._finished.get(job.episode_id)
@@ -196,6 +210,7 @@ class RolloutSession:
         finally:
             del self._in_flight[job.episode_id]
         self._evidence.put(job.episode_id, evidence)
+        self._evidence.put_contract(result.record.task_digest, job.task)
         self._proxy.store.finish_episode(job.episode_id, result.record.model_dump_json())
         self._finished[job.episode_id] = result.record
         return result

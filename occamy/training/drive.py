@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from occamy.capture.sealed import write_sealed
-from occamy.contracts.episode import EpisodeRecord, Outcome, Segment
+from occamy.contracts.episode import EpisodeRecord, Outcome
 from occamy.contracts.lineage import NAME as LINEAGE
 from occamy.contracts.lineage import LineageCard, read_card, weights_digest
 from occamy.contracts.manifest import write_atomic
@@ -248,7 +247,6 @@ class _Driver:
     def _sample(self, session: RolloutSession, step: int, version: int, waited: float) -> None:
         began = time.monotonic()
         records: list[EpisodeRecord] = []
-        segments: list[Segment] = []
         due: list[tuple[EpisodeJob, int]] = [(job, 0) for job in self.plan.jobs(step)]
         while due:
             attempts = {job.episode_id: (job, attempt) for job, attempt in due}
@@ -257,7 +255,6 @@ class _Driver:
                 self._check_trainer()
                 self._report()
                 records.append(result.record)
-                segments += result.segments
                 job, attempt = attempts[result.record.episode_id]
                 if result.record.outcome is Outcome.infra_failed and attempt < self.job.config.infra_retries:
                     due.append((self._again(job, attempt + 1), attempt + 1))
@@ -271,8 +268,9 @@ class _Driver:
             "rollout_output_tokens": sum(r.output_tokens for r in records),
         }
         parents = {"tasks": self.job.release_digest}
+        episodes = [session.recorded(r.episode_id) for r in records]
         self.exchange.publish_batch(
-            step, lambda out: write_sealed(out, records, segments, kind="episodes", parents=parents, facts=facts)
+            step, lambda out: session.seal_into(out, episodes, kind="episodes", parents=parents, facts=facts)
         )
         self._watch(records)
 

@@ -5,6 +5,7 @@ Never raises for an agent's mistake: every fault of a call is a typed error in t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sqlite3
@@ -19,6 +20,8 @@ from occamy.contracts.task import FieldSpec, Scalar, WorldSpec
 from occamy.worlds.tools import PAGE_SIZE, arguments_fit, fits, tool_names
 from occamy.worlds.workspace import Workspace
 
+WORLD_VERSION = 1
+"""Raise it whenever the same call, in the same world, could answer or change anything else than before."""
 _NAME = re.compile(r"[a-z]+")
 _HORIZON = timedelta(days=365)
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -49,6 +52,8 @@ class Event:
     response: str
     ok: bool
     error: str | None
+    fingerprint: str = ""
+    """`World.change_print` after the call; "" in logs from before it was kept."""
 
 
 class WorldError(ValueError):
@@ -76,6 +81,8 @@ class World:
         self._faults = frozenset(spec.faults)
         self._start = _parse_clock(spec.clock)
         self._created = 0
+        self._change = 0
+        self._written = dict(spec.files)
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         for service, fields in spec.services.items():
             columns = "".join(f', "{name}"' for name in fields)
@@ -98,7 +105,8 @@ class World:
             error = str(fault)
             result = ToolResult(_dump({"error": error}), False, error)
         shown = _printable(arguments) if decoded is None else decoded
-        self.events.append(Event(ordinal, self.now(), _printable(name), shown, result.content, result.ok, result.error))
+        said = (_printable(name), shown, result.content, result.ok, result.error)
+        self.events.append(Event(ordinal, self.now(), *said, self.change_print()))
         return result
 
     def now(self) -> str:
@@ -119,6 +127,15 @@ class World:
         """Digest of the canonical state."""
         return digest(self.state())
 
+    def change_print(self) -> str:
+        """What the dispatched calls have changed since the start, in 32 hex digits: zeros when that is nothing.
+
+        The sum modulo 2^128 of the hashes of all records and files as they are, less that of all as they were, so a
+        call costs what it changes, however large the world. Files written past the dispatcher are not seen. It guards
+        against drift, not against forgery.
+        """
+        return f"{self._change:032x}"
+
     def snapshot(self) -> bytes:
         """State, log and position of the clock as canonical JSON; `restore` continues exactly from here."""
         events = [asdict(event) for event in self.events]
@@ -133,6 +150,8 @@ class World:
             self._workspace.remove(path)
         self._created = saved["created"]
         self.events = [Event(**event) for event in saved["events"]]
+        self._change = int(self.events[-1].fingerprint or "0", 16) if self.events else 0
+        self._written = dict(saved["state"]["files"])
         self._fill(saved["state"]["services"], saved["state"]["files"])
 
     def close(self) -> None:
@@ -178,10 +197,11 @@ class World:
 
     def _update(self, service: str, arguments: dict[str, Any]) -> str:
         values = {f: v for f, v in arguments.items() if f != "id"}
-        self._get(service, arguments["id"])
+        before = self._get(service, arguments["id"])
         self._check_refs(service, values)
         assignments = ", ".join(f'"{f}" = ?' for f in values)
         self._db.execute(f'UPDATE "{service}" SET {assignments} WHERE id = ?', (*values.values(), arguments["id"]))
+        self._note(service, arguments["id"], before, before | values)
         return "ok"
 
     def _create(self, service: str, values: dict[str, Any]) -> str:
@@ -196,6 +216,7 @@ class World:
         self._created += 1
         marks = ",".join("?" * (len(fields) + 1))
         self._db.execute(f'INSERT INTO "{service}" VALUES ({marks})', (key, *cells))
+        self._note(service, key, None, values)
         return key
 
     def _check_refs(self, service: str, values: dict[str, Any]) -> None:
@@ -210,12 +231,19 @@ class World:
                 return self._workspace.read(arguments["path"])
             if verb == "list":
                 return _dump({"files": self._workspace.list()})
-            self._workspace.write(arguments["path"], arguments["text"])
+            path, text = arguments["path"], arguments["text"]
+            self._workspace.write(path, text)
+            self._note("file", path, self._written.get(path), text)
+            self._written[path] = text
         except FileNotFoundError:
             raise _Fault("not_found") from None
         except ValueError:
             raise _Fault("invalid_argument") from None
         return "ok"
+
+    def _note(self, resource: str, key: str, before: object, after: object) -> None:
+        """Add a change of one record or file to the fingerprint; None stands for its absence."""
+        self._change = (self._change + _hash(resource, key, after) - _hash(resource, key, before)) % 2**128
 
 
 def check_spec(spec: WorldSpec) -> None:
@@ -276,6 +304,13 @@ def _printable(value: object) -> str:
     """Any text or object as text that UTF-8 can carry, for the log."""
     text = value if isinstance(value, str) else repr(value)
     return text.encode("utf-8", errors="backslashreplace").decode()
+
+
+def _hash(resource: str, key: str, value: object) -> int:
+    """128 bits; 0 for what is not there."""
+    if value is None:
+        return 0
+    return int.from_bytes(hashlib.blake2b(canonical_json([resource, key, value]), digest_size=16).digest())
 
 
 def _dump(value: object) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from occamy.capture.sealed import Sealed
+from occamy.capture.transcript import Reader
 from occamy.contracts.episode import Origin, Segment
 from occamy.contracts.evaluation import Interval, ParetoPoint
 from occamy.contracts.lineage import LineageCard
@@ -20,7 +21,7 @@ from occamy.report.ancestry import depths, drawing, nodes
 from occamy.report.charts import curve_panel, interval_panel, pareto_plane
 from occamy.report.inputs import ReportInputs
 from occamy.report.svg import Scale, short
-from occamy.report.transcript import Reader, pick, segment_views
+from occamy.report.transcript import pick, segment_views
 
 
 def test_scales_by_hand() -> None:

@@ -1,0 +1,138 @@
+"""State replay: the logged tool calls, made again from the initial world, must answer and change the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from occamy.contracts.episode import EpisodeRecord, QuarantineReason
+from occamy.contracts.record import canonical_json, digest
+from occamy.contracts.task import TaskContract
+from occamy.rollout.evidence import Evidence
+from occamy.worlds.tools import FILE_TOOLS
+from occamy.worlds.workspace import MemoryWorkspace
+from occamy.worlds.world import WORLD_VERSION, Event, World, WorldError
+
+_SHOWN = 120
+"""Characters of a value that a message shows."""
+
+
+class Drift(StrEnum):
+    """What a replay found to be otherwise than recorded."""
+
+    contract = "contract"
+    world_version = "world_version"
+    clock = "clock"
+    tool_result = "tool_result"
+    fingerprint = "fingerprint"
+    final_state = "final_state"
+    missing_call = "missing_call"
+
+
+@dataclass(frozen=True)
+class StateFinding:
+    """One thing that is not as it was recorded."""
+
+    kind: Drift
+    episode_id: str
+    call: int
+    """Ordinal of the tool call, from 0; -1 when it concerns the whole episode."""
+    name: str
+    """The call as ``crm_get {"id":"A01"}``, or the place in the final state."""
+    recorded: str
+    replayed: str
+
+    @property
+    def reason(self) -> QuarantineReason:
+        """Why an episode with this finding may not train."""
+        missing = self.kind is Drift.missing_call
+        return QuarantineReason.incomplete_capture if missing else QuarantineReason.state_drift
+
+    def __str__(self) -> str:
+        where = f", call {self.call}" if self.call >= 0 else ""
+        what = f"{self.kind.value.replace('_', ' ')} {self.name}".strip()
+        return f"episode {self.episode_id}{where}: {what}: recorded {_cut(self.recorded)}, found {_cut(self.replayed)}"
+
+
+def replay_state(record: EpisodeRecord, evidence: Evidence, contract: TaskContract) -> list[StateFinding]:
+    """Make the logged calls again in a fresh world and compare result, change and clock of each, then the final state.
+
+    Where an agent could write files past the dispatcher, files at the end and what file tools answer are not compared.
+    A mismatch of versions comes first, since it may explain the others.
+    """
+    found = list(_drift(record, evidence, contract))
+    try:
+        world = World(contract.world, MemoryWorkspace())
+    except WorldError as e:
+        return [*found, StateFinding(Drift.contract, record.episode_id, -1, "initial world", "a world", str(e))]
+    try:
+        lost = False
+        for place, event in enumerate(evidence.events):
+            if event.ordinal != place:  # the calls after it meet another world, and would all be found
+                lost, numbers = True, (f"call {event.ordinal}", f"call {place}")
+                found.append(StateFinding(Drift.missing_call, record.episode_id, place, _named(event), *numbers))
+                break
+            found += _call(record.episode_id, world, event, evidence.logged_files)
+        if evidence.state and not lost:
+            found += _final(record, evidence.state, world.state(), evidence.logged_files)
+    finally:
+        world.close()
+    return found
+
+
+def _drift(record: EpisodeRecord, evidence: Evidence, contract: TaskContract) -> Iterator[StateFinding]:
+    given = contract.digest()
+    if given != record.task_digest:
+        yield StateFinding(
+            Drift.contract, record.episode_id, -1, f"digest of {contract.meta.task_id}", record.task_digest, given
+        )
+    if evidence.world_version != WORLD_VERSION:
+        versions = str(evidence.world_version or "unknown"), str(WORLD_VERSION)
+        yield StateFinding(Drift.world_version, record.episode_id, -1, "", *versions)
+
+
+def _call(episode_id: str, world: World, event: Event, logged_files: bool) -> Iterator[StateFinding]:
+    world.call(event.name, event.arguments)
+    again = world.events[-1]
+    place = episode_id, event.ordinal, _named(event)
+    if event.clock != again.clock:
+        yield StateFinding(Drift.clock, *place, event.clock, again.clock)
+    known = logged_files or event.name not in FILE_TOOLS
+    if known and (event.response, event.ok, event.error) != (again.response, again.ok, again.error):
+        yield StateFinding(Drift.tool_result, *place, event.response, again.response)
+    if event.fingerprint and event.fingerprint != again.fingerprint:
+        yield StateFinding(Drift.fingerprint, *place, event.fingerprint, again.fingerprint)
+
+
+def _named(event: Event) -> str:
+    arguments = event.arguments if isinstance(event.arguments, str) else canonical_json(event.arguments).decode()
+    return f"{event.name} {arguments}"
+
+
+def _final(
+    record: EpisodeRecord, state: dict[str, Any], again: dict[str, Any], logged_files: bool
+) -> Iterator[StateFinding]:
+    kept = digest(state)
+    if kept != record.final_fingerprint:
+        yield StateFinding(
+            Drift.final_state, record.episode_id, -1, "fingerprint of the kept state", record.final_fingerprint, kept
+        )
+    if state == again:
+        return
+    before, now = _cells(state, logged_files), _cells(again, logged_files)
+    for place in sorted(before.keys() | now.keys()):
+        if before.get(place) != now.get(place):
+            values = str(before.get(place, "nothing")), str(now.get(place, "nothing"))
+            yield StateFinding(Drift.final_state, record.episode_id, -1, place, *values)
+
+
+def _cells(state: dict[str, Any], files: bool) -> dict[str, Any]:
+    """Place -> value of everything in a state."""
+    cells = {f"{service} {key}": row for service, rows in state["services"].items() for key, row in rows.items()}
+    return cells | ({f"file {path}": text for path, text in state["files"].items()} if files else {})
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
