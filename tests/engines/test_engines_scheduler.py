@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,28 @@ def test_group_that_arrives_at_once_computes_its_prompt_once(model: Model) -> No
     assert sorted(s.cached for s in group) == [0, 39, 39, 39, 39, 39]
     assert len({tuple(s.output) for s in group}) > 1
     assert [s.output for s in group] == [alone(model, s)[0] for s in group]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefill", [5, 512])
+@pytest.mark.parametrize("start", [0, 17, 29])
+def test_input_logprobs_are_of_temperature_1_and_never_from_the_cache(model: Model, prefill: int, start: int) -> None:
+    engine, _ = scheduler(model, prefill_tokens=prefill)
+    tokens = [i * 3 % 50 for i in range(30)]
+    flat = FlatBatch(np.array(tokens), np.arange(30), np.zeros(30, dtype=np.int64), 0, [Chunk(0, 30, 0, 0)])
+    logprobs = model.forward(flat, model.new_cache(1, 30), np.arange(30)).log_softmax(-1)
+    engine.submit([sequence(tokens)])
+    finish(engine)
+    scored = sequence(tokens, temperature=0.5)
+    scored.params = replace(scored.params, top=2)
+    scored.score_from = start
+    engine.submit([scored, sequence(tokens[:20], seed=3)])
+    finish(engine)
+    expected = [float(logprobs[i, tokens[i + 1]]) for i in range(start, 29)]
+    assert np.allclose(scored.input_logprobs, expected, atol=1e-5)
+    assert [top[0][1] for top in scored.input_tops] == logprobs[start:29].argmax(-1).tolist()
+    assert scored.cached == (0 if start < 16 else start)
+    assert all(len(top) == 2 and top[0][0] >= top[1][0] for top in scored.tops) and len(scored.tops) == 6
 
 
 @torch.no_grad()

@@ -112,6 +112,21 @@ def test_stream_is_cumulative_and_ends_with_done(engine: EngineProcess) -> None:
     talk(engine, use)
 
 
+def test_a_stream_of_many_tells_them_apart_by_index(engine: EngineProcess) -> None:
+    async def use(client: EngineClient) -> None:
+        inputs = [[1, 2, 3], [4, 5]]
+        alone = [(await client.generate(i, GREEDY)).output_ids for i in inputs]
+        params = {"temperature": 0, "max_new_tokens": 8}
+        body = {"input_ids": inputs, "sampling_params": params, "stream": True}
+        async with aiohttp.ClientSession() as session, session.post(engine.url + "/generate", json=body) as response:
+            *events, done = (await response.read()).decode().removesuffix("\n\n").split("\n\n")
+        seen = [json.loads(event.removeprefix("data: ")) for event in events]
+        last = {e["index"]: e["output_ids"] for e in seen if e["meta_info"]["finish_reason"]}
+        assert last == dict(enumerate(alone)) and done == "data: [DONE]"
+
+    talk(engine, use)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -276,6 +291,22 @@ def test_what_is_wrong_at_the_start_is_said(checkpoint: Path, make_checkpoint, t
     ):
         pass
     assert "invalid int value: 'many'" in str(died.value) and "earlier run" not in str(died.value)
+
+
+def test_the_command_serves_in_the_foreground_until_it_is_told_to_stop(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "occamy.cli.main", "engine", "serve", "--model", str(checkpoint), "--port", "0"]
+    with subprocess.Popen([*command, "--deterministic"], stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        line = serving.stdout.readline()
+        said = re.fullmatch(
+            r"serving on (http://127\.0\.0\.1:\d+): \S+ \(qwen3_moe, 2 layers, vocabulary 50, context 128, "
+            r"deterministic\) as weight version 0\n",
+            line,
+        )
+        assert said, line
+        talk(EngineProcess(said[1], serving.pid), lambda client: client.wait_healthy(5.0))
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(20) == 0
 
 
 def test_an_engine_that_dies_in_use_is_named_with_its_end(checkpoint: Path, tmp_path: Path) -> None:
