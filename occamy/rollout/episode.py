@@ -70,11 +70,12 @@ async def run_episode(job: EpisodeJob, place: Place) -> tuple[EpisodeResult, Evi
     captured = place.proxy.close_episode(job.episode_id)
     if isinstance(place.harness, AdapterHarness):
         run = _as_the_proxy_saw(run, captured)
-    failed = run.outcome is Outcome.infra_failed
-    judged = grade(job.task, state, events, run.answer, run.outcome is Outcome.completed) if not failed else _UNSCORED
+    unscored = run.outcome is Outcome.infra_failed or not state
+    judged = _UNSCORED if unscored else grade(job.task, state, events, run.answer, run.outcome is Outcome.completed)
     seconds = time.monotonic() - began
     record = _record(job, place, run, captured, judged, digest(state) if state else "", seconds)
-    evidence = Evidence(state, events, run.trace, run.answer, judged.goals_met, judged.forbidden)
+    logged = not isinstance(place.harness, AdapterHarness)  # an agent program has a shell in the workspace
+    evidence = Evidence(state, events, run.trace, run.answer, judged.goals_met, judged.forbidden, logged_files=logged)
     return EpisodeResult(record, captured.segments), evidence
 
 
@@ -93,7 +94,8 @@ async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[
         await sandbox.freeze()
         return run, world.state(), world.events
     except (SandboxError, OSError) as e:
-        run = dataclasses.replace(run, outcome=Outcome.infra_failed, error=f"{type(e).__name__}: {e}")
+        outcome = e.outcome if isinstance(e, SandboxError) else Outcome.infra_failed
+        run = dataclasses.replace(run, outcome=outcome, error=f"{type(e).__name__}: {e}")
         return run, {}, world.events if world is not None else ()
     finally:
         if world is not None:

@@ -30,6 +30,18 @@ def pack(root: Path, limit: int) -> Snapshot:
     Special files (sockets, pipes, devices) carry no content and are left out. No link is followed. Raises
     WorkspaceRefused when the files have more than `limit` bytes together, or cannot be read.
     """
+    found = survey(root, limit)
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name in sorted(found):
+            with contextlib.suppress(FileNotFoundError):  # removed since, by a process that nobody has stopped
+                _add(tar, root, name, found[name], limit)
+    archive = buffer.getvalue()
+    return Snapshot(archive=archive, fingerprint=digest_bytes(archive))
+
+
+def survey(root: Path, limit: int) -> dict[str, _Entry]:
+    """What lies below `root`, by path, without reading a file. Raises WorkspaceRefused as `pack` does."""
     found: dict[str, _Entry] = {}
     folder = open_root(root)
     try:
@@ -38,13 +50,7 @@ def pack(root: Path, limit: int) -> Snapshot:
         os.close(folder)
     if (total := sum(max(entry.size, BLOCK) for entry in found.values())) > limit:
         raise WorkspaceRefused(f"the workspace has {total} bytes; sandbox.limits.workspace_bytes allows {limit}")
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name in sorted(found):
-            with contextlib.suppress(FileNotFoundError):  # removed since, by a process that nobody has stopped
-                _add(tar, root, name, found[name], limit)
-    archive = buffer.getvalue()
-    return Snapshot(archive=archive, fingerprint=digest_bytes(archive))
+    return found
 
 
 def unpack(archive: bytes, root: Path, limit: int) -> None:
@@ -88,6 +94,10 @@ def _find(folder: int, prefix: str, depth: int, found: dict[str, _Entry]) -> Non
                 at = entry.stat(follow_symlinks=False)
                 target = os.readlink(entry.name, dir_fd=folder) if entry.is_symlink() else ""
                 found[prefix + entry.name] = _Entry(at.st_mode, at.st_size, target)
+                if stat.S_ISREG(at.st_mode) and not os.access(
+                    entry.name, os.R_OK, dir_fd=folder, follow_symlinks=False
+                ):
+                    raise WorkspaceRefused(f"{prefix + entry.name!r}: may not be read")
                 if entry.is_dir(follow_symlinks=False):
                     _find_in(folder, entry.name, prefix, depth, found)
 

@@ -209,6 +209,7 @@ class LocalSandbox:
         if not self._certain:
             raise SandboxDied(f"{self._name}: a keeper was killed, processes may have outlived it")
         self._check_place()
+        archive.survey(self.workspace, self._config.limits.workspace_bytes)
 
     async def snapshot(self) -> Snapshot:
         self._alive()

@@ -149,7 +149,8 @@ class Sandbox(Protocol):
     async def freeze(self) -> None:
         """Kill every process that the sandbox started and refuse new ones and writes from now on.
 
-        When it returns, none is left. Raises SandboxDied where that cannot be known: never grade after that.
+        When it returns, no process is left, and what the workspace holds can be read in bounded time and memory.
+        Raises SandboxDied where the first cannot be known, WorkspaceRefused without the second: never grade then.
         """
 
     async def snapshot(self) -> Snapshot:

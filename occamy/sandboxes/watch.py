@@ -9,7 +9,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 BLOCK = 4096
 """Bytes that a file or folder counts for at least: names and inodes fill a disk too."""
@@ -19,18 +18,18 @@ _REST = 20  # a count that took t seconds is not repeated for _REST * t
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass
 class _Check:
-    name: str
-    over: Callable[[], bool]
-    due: float = 0.0
+    def __init__(self, name: str, over: Callable[[], bool]) -> None:
+        self.name = name
+        self._over = over
+        self._due = 0.0
 
     def passed(self) -> bool:
         now = time.monotonic()
-        if now < self.due:
+        if now < self._due:
             return False
-        over = self.over()
-        self.due = now + _REST * (time.monotonic() - now)
+        over = self._over()
+        self._due = now + _REST * (time.monotonic() - now)
         return over
 
 
