@@ -28,6 +28,8 @@ QUERIES = 4
 KEYS = 256
 """Key positions of one attention product."""
 
+_FIX = "; start without --deterministic"
+
 
 class InvarianceError(RuntimeError):
     """This machine's kernels break the mode's promise."""
@@ -157,6 +159,3 @@ def check_invariance(model: InvariantModel) -> None:
             raise InvarianceError(f"logits of positions {a} to {b - 1} change with the batch on this machine{_FIX}")
     if not torch.equal(crowd[:, :, 2, :, :length], alone[:, :, 0, :, :length]):
         raise InvarianceError(f"keys and values change with the batch on this machine{_FIX}")
-
-
-_FIX = "; start without --deterministic"
