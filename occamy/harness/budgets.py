@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Self
 
 from occamy.contracts.task import Budget
@@ -62,8 +60,15 @@ class Budgeting:
             purse = self._purse
             self._check("turns", purse.turns)
             self._check("tokens", purse.tokens)
-            async with self._timed("a model call"):
-                reply = await inner(conversation, min(max_tokens, purse.tokens))
+            began = self._check_wall()
+            try:
+                async with asyncio.timeout(purse.ends - began):
+                    reply = await inner(conversation, min(max_tokens, purse.tokens))
+            except TimeoutError as e:
+                pending = time.monotonic() - began
+                if pending >= self._part.stall_seconds:
+                    raise Stalled(f"a model call was pending for {pending:.0f} s when wall time ended") from e
+                raise self._late() from e
             purse.turns -= 1
             purse.tokens -= reply.output_tokens
             return reply
@@ -71,28 +76,35 @@ class Budgeting:
         return budgeted
 
     def act(self, inner: Act) -> Act:
-        """Wrap the tool call. Raises BudgetEnded, or Stalled when it is the tool that used up the wall time."""
+        """Wrap the tool call. Raises BudgetEnded.
+
+        A call under way when wall time ends may finish, so that nothing changes the world while it is graded. Raises
+        Stalled when it has not after `stall_seconds`.
+        """
 
         async def budgeted(call: Call) -> Observation:
             self._check("tool_calls", self._purse.tool_calls)
+            began = self._check_wall()
             self._purse.tool_calls -= 1
-            async with self._timed(f"tool {call.name}"):
-                return await inner(call)
+            try:
+                async with asyncio.timeout(max(self._purse.ends - began, self._part.stall_seconds)):
+                    return await inner(call)
+            except TimeoutError as e:
+                pending = time.monotonic() - began
+                raise Stalled(f"tool {call.name} was pending for {pending:.0f} s when wall time ended") from e
 
         return budgeted
-
-    @asynccontextmanager
-    async def _timed(self, what: str) -> AsyncIterator[None]:
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout(self._purse.ends - began):
-                yield
-        except TimeoutError as e:
-            pending = time.monotonic() - began
-            if pending >= self._part.stall_seconds:
-                raise Stalled(f"{what} was pending for {pending:.0f} s when wall time ended") from e
-            raise BudgetEnded(f"wall time of {self._purse.budget.wall_seconds:g} s is used up") from e
 
     def _check(self, what: str, left: int) -> None:
         if left <= 0:
             raise BudgetEnded(f"budget of {getattr(self._purse.budget, what)} {what} is used up")
+
+    def _check_wall(self) -> float:
+        """Return the time on the monotonic clock."""
+        now = time.monotonic()
+        if now >= self._purse.ends:
+            raise self._late()
+        return now
+
+    def _late(self) -> BudgetEnded:
+        return BudgetEnded(f"wall time of {self._purse.budget.wall_seconds:g} s is used up")

@@ -63,7 +63,10 @@ def _read(source: str | Path) -> tuple[Path, Any]:
         path = shipped[str(source)]
     else:
         raise CompositionError(f"harness {str(source)!r} is unknown{nearest(str(source), shipped)}")
-    return path, yaml.safe_load(path.read_text())
+    try:
+        return path, yaml.safe_load(path.read_text())
+    except yaml.YAMLError as e:
+        raise CompositionError(f"{path}: no YAML: {e}") from e
 
 
 def _shipped() -> dict[str, Path]:

@@ -120,8 +120,8 @@ class Budgets(Record):
 
     kind: Literal["budgets"] = "budgets"
     stall_seconds: float = Field(default=30.0, gt=0)
-    """A model or tool call pending this long, seconds, when wall time ends is an infrastructure fault instead. Our
-    choice."""
+    """A model call pending this long, seconds, when wall time ends is an infrastructure fault instead; so is a tool
+    call pending this long and after wall time ended. Our choice."""
 
 
 class Trace(Record):

@@ -157,7 +157,10 @@ class Delegating:
                 raise BudgetEnded(f"budget of {self._purse.budget.tool_calls} tool_calls is used up")
             self._purse.tool_calls -= 1
             asked = self._read(call.arguments)
-            return asked if isinstance(asked, TypedError) else await self._delegate(*asked)
+            if isinstance(asked, TypedError):
+                self._events.append({"kind": "tool", "name": call.name, "error": asked.error})
+                return asked
+            return await self._delegate(*asked)
 
         return delegated
 

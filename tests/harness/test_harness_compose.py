@@ -96,10 +96,47 @@ def test_skills_join_the_system_message() -> None:
     assert harness.system == "work\ncheck each change"
 
 
+def test_a_layout_takes_the_skill_packs_where_it_says() -> None:
+    bare = resolve({**LAPTOP, "prompt": {"layout": "handbook"}}).system
+    assert bare.startswith("You are an assistant") and "{" not in bare and bare == bare.strip()
+    skilled = resolve({**LAPTOP, "prompt": {"layout": "handbook"}, "skills": ["look-first", "verify"]}).system
+    assert skilled.startswith(bare + "\nLook first: ") and "\nVerify: " in skilled
+
+
+@pytest.mark.parametrize(
+    ("name", "announced", "subagents"),
+    [
+        ("react", ("summary_replacement",), False),
+        ("briefed", ("history_pruning",), False),
+        ("plan_act", ("summary_replacement",), False),
+        ("delegating", ("summary_replacement",), True),
+        ("cowork", ("summary_replacement",), True),
+    ],
+)
+def test_every_shipped_composition_declares_its_requests(
+    name: str, announced: tuple[str, ...], subagents: bool
+) -> None:
+    harness = load(name)
+    assert harness.manifest.composition.name == name
+    assert (harness.rules.announced, harness.rules.subagents) == (announced, subagents)
+
+
+def test_two_kinds_of_rewrite_are_both_declared() -> None:
+    pruning = {"kind": "compaction", "mode": "pruning", "budget_tokens": 224}
+    middleware = [{"kind": "recovery", "context": "harness_summary"}, pruning]
+    rules = ComposedHarness(resolve({"name": "n", "middleware": middleware})).rules
+    assert rules.announced == ("summary_replacement", "history_pruning")
+    middleware = [{"kind": "recovery", "context": "end"}, pruning]
+    assert ComposedHarness(resolve({"name": "n", "middleware": middleware})).rules.announced == ("history_pruning",)
+
+
 def test_compositions_come_from_files_too(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("name: own\nmiddleware:\n  - {kind: budgets}\n")
     assert load(path).manifest.composition.name == "own"
+    path.write_text("name: [")
+    with pytest.raises(CompositionError, match=r"own.yaml: no YAML"):
+        load(path)
     with pytest.raises(CompositionError, match=r"missing.yaml: no such file"):
         load(tmp_path / "missing.yaml")
     with pytest.raises(CompositionError, match="'raect' is unknown; did you mean 'react'"):

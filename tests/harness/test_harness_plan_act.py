@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripted_endpoint import BAD, GET, TOOLS, calls, composed, contents, play, text
+from scripted_endpoint import BAD, GET, TOO_LONG, TOOLS, calls, composed, contents, play, text
 
 from occamy.contracts.episode import Outcome
+from occamy.contracts.task import Budget
 from occamy.harness.assignment import Harness
+from occamy.harness.loading import load
 
 REQUEST = "user:mark crm A01 as gold"
 STEP = ["assistant:None", "tool:ok"]
@@ -60,3 +62,24 @@ def test_the_latest_plan_survives_every_rewrite() -> None:
     assert (run.outcome, run.compactions) == (Outcome.completed, 2)
     assert contents(endpoint.bodies[6]) == [REQUEST, "user:summary:sum1", "user:plan:new", *STEP]
     assert contents(endpoint.bodies[8]) == [REQUEST, "user:summary:sum2", "user:plan:new", *STEP]
+
+
+def test_the_composition_with_every_part_plans_delegates_recovers_and_finishes() -> None:
+    """The root plans, delegates to a child that plans too, meets a full context and a cut turn, and finishes."""
+    hand = ("delegate", '{"goal":"look at A01"}')
+    child = [text("just look"), calls(GET), text("it is silver")]
+    root = [text("look, then mark"), calls(hand), calls(GET), calls(GET), TOO_LONG, text("al", finish="length")]
+    script = [*root[:2], *child, *root[2:], text("all done")]
+    run, endpoint, _ = play(script, load("cowork"), Budget(turns=60, tool_calls=60, tokens=1000))
+    assert (run.outcome, run.answer, run.children, run.compactions) == (Outcome.completed, "all done", 1, 1)
+    assert endpoint.runs == ["root"] * 2 + ["sub"] * 3 + ["root"] * 5
+    system, request, ask = contents(endpoint.bodies[0])
+    assert system.startswith("system:You are an assistant") and "Delegate: when parts" in system
+    assert request == REQUEST and ask.startswith("user:Write a short plan")
+    assert contents(endpoint.bodies[2])[:2] == [system, "user:task 1: look at A01"]
+    after = contents(endpoint.bodies[8])
+    assert after[2] == 'user:summary:delegate{"goal":"look at A01"}=it is silver;'
+    assert after[3] == "user:plan:look, then mark" and after[4:] == STEP * 2
+    assert contents(endpoint.bodies[9])[-2] == "assistant:al"
+    kinds = [event["kind"] for event in run.trace]
+    assert kinds.count("recovery") == 2 and kinds.count("subagent") == 1

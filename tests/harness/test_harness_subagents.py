@@ -181,6 +181,7 @@ def test_a_delegation_that_makes_no_sense_is_a_typed_error(call: tuple[str, str]
     run, endpoint, dispatched = play([calls(call), text("done")], delegating())
     assert (run.outcome, run.children, run.failed_calls, dispatched) == (Outcome.completed, 0, 1, [])
     assert endpoint.bodies[1]["messages"][-1]["content"] == f'{{"error":"{error}"}}'
+    assert {"kind": "tool", "name": "delegate", "error": error} in run.trace
 
 
 def test_too_many_children_and_too_little_budget_are_typed_errors() -> None:
