@@ -18,7 +18,7 @@ _ANY_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
 def read_turn(text: str, read_call: ReadCall) -> ParsedAnswer:
     """Split a turn into reasoning, calls and the content around them. A block that names no call stays content.
 
-    The newlines that the templates put between the parts belong to none of them.
+    The whitespace between the parts belongs to none of them.
     """
     reasoning, said = _split_thinking(text)
     calls: list[ParsedCall] = []
@@ -35,7 +35,7 @@ def read_turn(text: str, read_call: ReadCall) -> ParsedAnswer:
         return ParsedAnswer(said, (), reasoning)
     outside.append(said[kept:])
     content = "".join(part for part in outside if part.strip())
-    return ParsedAnswer(content.removesuffix("\n") or None, tuple(calls), reasoning)
+    return ParsedAnswer(content.rstrip() or None, tuple(calls), reasoning)
 
 
 def block_end(text: str, at: int) -> int:
