@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import orjson
 
 from occamy.capture.families.family import ParsedAnswer
+from occamy.capture.metrics import Metrics
 from occamy.capture.recorder import Call
 from occamy.capture.render import Renderer
-from occamy.capture.request import ChatRequest
-from occamy.engines.client import EngineClient, EngineError, Generation, Sampling
+from occamy.capture.request import ApiError, ChatRequest, TextRequest
+from occamy.engines.client import EngineClient, EngineError, Sampling
 
 _PAUSE_SECONDS = 0.05
 """Between two tries at the same answer (our choice)."""
 
-
-_PASSING = frozenset({"refused", "loading", "lost", "timeout", "failed"})
+_PASSING = frozenset({"refused", "loading", "lost", "failed"})
 """Engine errors after which the same call may be answered."""
 
 
@@ -44,7 +44,7 @@ class Answer:
 class Backend(Protocol):
     """Answers one call. Raises EngineDownError when it cannot in time."""
 
-    async def answer(self, episode_id: str, call: Call, request: ChatRequest) -> Answer: ...
+    async def answer(self, episode_id: str, call: Call, request: ChatRequest | TextRequest, hold: Hold) -> Answer: ...
 
 
 class Teacher(Protocol):
@@ -62,21 +62,28 @@ class Gate:
         self._open.set()
         self._idle.set()
         self._inside = 0
+        self._closing = asyncio.Lock()
 
-    async def close(self) -> None:
-        """Let nobody in and wait until everybody inside has left."""
-        self._open.clear()
-        await self._idle.wait()
+    async def close(self, seconds: float) -> None:
+        """Let nobody in and wait until everybody inside has left. Opens again and raises TimeoutError after that."""
+        async with self._closing:
+            self._open.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._idle.wait()
+            except BaseException:
+                self._open.set()
+                raise
 
     def open(self) -> None:
         """Let calls in again."""
         self._open.set()
 
     @asynccontextmanager
-    async def inside(self) -> AsyncIterator[None]:
-        """Wait until the gate is open and pass."""
+    async def inside(self, hold: Hold) -> AsyncIterator[None]:
+        """Wait until the gate is open and pass. Raises EngineDownError at the deadline of `hold`."""
         while not self._open.is_set():
-            await self._open.wait()
+            await hold.until(self._open.wait())
         self._inside += 1
         self._idle.clear()
         try:
@@ -87,40 +94,63 @@ class Gate:
                 self._idle.set()
 
 
+class Hold:
+    """How long one call has waited for something other than its answer. The clock starts at its first wait."""
+
+    def __init__(self, seconds: float, metrics: Metrics) -> None:
+        self._seconds, self._metrics, self._deadline = seconds, metrics, 0.0
+
+    async def until(self, ready: Coroutine[Any, Any, Any], why: BaseException | None = None) -> None:
+        """Wait for `ready`. Raises EngineDownError, from `why`, when the call has been held too long."""
+        now = asyncio.get_running_loop().time()
+        self._deadline = self._deadline or now + self._seconds
+        self._metrics.held += 1
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await ready
+        except TimeoutError as e:
+            waited = f"no answer from the engine within {self._seconds:g} s"
+            raise EngineDownError(f"{waited}: {why}" if why else f"{waited}: calls are paused") from why or e
+        finally:
+            self._metrics.held -= 1
+
+
 class EngineBackend:
-    """Samples from an engine. Holds the call while the gate is closed or the engine is down, up to a deadline."""
+    """Samples from an engine. Holds the call while the gate is closed or the engine is down."""
 
-    def __init__(self, client: EngineClient, gate: Gate, hold_seconds: float) -> None:
-        self._client, self._gate, self._hold = client, gate, hold_seconds
+    def __init__(self, client: EngineClient, gate: Gate) -> None:
+        self._client, self._gate = client, gate
 
-    async def answer(self, episode_id: str, call: Call, request: ChatRequest) -> Answer:
-        """Sample Y_t. An answer that the engine aborts, or loses with its connection, is sampled again."""
+    async def answer(self, episode_id: str, call: Call, request: ChatRequest | TextRequest, hold: Hold) -> Answer:
+        """Sample Y_t. An answer that the engine aborts, or loses with its connection, is sampled again.
+
+        Raises EngineDownError at the deadline of `hold` or when the engine works longer on one answer than its client
+        allows, EngineError when asking again cannot help.
+        """
+        options = request.options
         sampling = Sampling(
-            temperature=request.temperature,
-            top_p=request.top_p,
+            temperature=options.temperature,
+            top_p=options.top_p,
             max_new_tokens=call.max_new_tokens,
             stop_token_ids=call.stop_ids,
-            seed=call.seed if request.seed is None else request.seed,
+            seed=call.seed if options.seed is None else options.seed,
         )
-        try:
-            async with asyncio.timeout(self._hold):
-                got = await self._sample(call.input_ids, sampling)
-        except TimeoutError as e:
-            raise EngineDownError(f"no answer from the engine within {self._hold:g} s") from e
-        return Answer(got.output_ids, got.logprobs, got.weight_version, got.finish_reason, got.cached_tokens)
-
-    async def _sample(self, input_ids: list[int], sampling: Sampling) -> Generation:
-        """Ask until there is a whole answer. Raises EngineError when asking again cannot help."""
         while True:
+            failure: EngineError | None = None
             try:
-                async with self._gate.inside():
-                    got = await self._client.generate(input_ids, sampling)
+                async with self._gate.inside(hold):
+                    got = await self._client.generate(call.input_ids, sampling)
                 if got.finish_reason != "abort":
-                    return got
+                    return Answer(
+                        got.output_ids, got.logprobs, got.weight_version, got.finish_reason, got.cached_tokens
+                    )
             except EngineError as e:
+                if e.kind == "timeout":
+                    raise EngineDownError(str(e)) from e
                 if e.kind not in _PASSING:
                     raise
-            await asyncio.sleep(_PAUSE_SECONDS)
+                failure = e
+            await hold.until(asyncio.sleep(_PAUSE_SECONDS), failure)
 
 
 class TeacherBackend:
@@ -129,11 +159,17 @@ class TeacherBackend:
     def __init__(self, teacher: Teacher, renderer: Renderer) -> None:
         self._teacher, self._renderer = teacher, renderer
 
-    async def answer(self, episode_id: str, call: Call, request: ChatRequest) -> Answer:
-        """Return the teacher's turn in student tokens, closing token included, log-probs 0, version -1."""
-        message = await self._teacher.complete(episode_id, request.body)
+    async def answer(self, episode_id: str, call: Call, request: ChatRequest | TextRequest, hold: Hold) -> Answer:
+        """Return the teacher's turn in student tokens, closing token included, log-probs 0, version -1.
+
+        Raises ApiError 400 for a raw prompt.
+        """
+        if not isinstance(request, ChatRequest):
+            raise ApiError(400, "a teacher answers chat completions only", "unsupported_value", param="prompt")
+        asked = {key: value for key, value in request.body.items() if not key.startswith("stream")}
+        message = await self._teacher.complete(episode_id, asked)
         output = list(self._renderer.answer({**message, "role": "assistant"}))
-        said = self._renderer.parse(output[:-1])
+        said = self._renderer.parse(output[:-1], request.tools)
         return Answer(output, [0.0] * len(output), -1, "stop", faithful=_says(said, message))
 
 

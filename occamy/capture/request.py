@@ -1,7 +1,8 @@
-"""Reads an OpenAI chat request without a model per message, and refuses by name what no backend can honour."""
+"""Reads OpenAI requests without a model per message, and refuses by name what no backend can honour."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +14,33 @@ REWRITES = ("summary_replacement", "history_pruning")
 """Rewrite kinds that a harness may declare in the header x-occamy-rewrite."""
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_ONLY: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1, None),
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "logit_bias": ({}, None),
+}
+"""Parameters with the values at which they change nothing."""
+_NEUTRAL_CHAT = _NEUTRAL | {
     "tool_choice": ("auto", None),
     "parallel_tool_calls": (True, None),
     "top_logprobs": (0, None),
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
     "response_format": ({"type": "text"}, None),
-    "store": (False, None),
 }
-_KNOWN = frozenset(
+_NEUTRAL_TEXT = _NEUTRAL | {"best_of": (1, None), "echo": (False, None), "suffix": ("", None), "logprobs": (0, None)}
+_HINTS = frozenset(
     {
-        "model", "messages", "tools", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed",
-        "stop", "logprobs", "user", "metadata", *_ONLY,
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "reasoning_effort", "reasoning", "think", "options", "verbosity",
     }
 )  # fmt: skip
+"""What harnesses (Hermes 0.19, OpenClaw 2026.9) send to whatever endpoint they have: bookkeeping, caching and wishes
+that a server may leave unheard. None can change a prompt or a sampled token here."""
+_READ = frozenset({"model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"})
+_KNOWN_CHAT = _READ | _HINTS | _NEUTRAL_CHAT.keys() | {"messages", "tools", "max_completion_tokens", "logprobs"}
+_KNOWN_TEXT = _READ | _HINTS | _NEUTRAL_TEXT.keys() | {"prompt"}
+_TEXT_TOKENS = 16
+"""OpenAI's default of max_tokens for text completions."""
 
 
 class ApiError(Exception):
@@ -45,50 +57,89 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A valid request. Message contents are plain strings or None."""
+class Options:
+    """How to sample and how to answer."""
 
-    body: dict[str, Any]
-    """The request as sent, contents flattened to text."""
     model: str
-    messages: list[Message]
-    tools: list[Any]
     max_tokens: int | None
     temperature: float
     top_p: float
     seed: int | None
     stop: tuple[str, ...]
     logprobs: bool
+    stream: bool
+    include_usage: bool
+    """Whether the last chunk of a stream tells the usage."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A valid chat request. Message contents are plain strings or None."""
+
+    body: dict[str, Any]
+    """The request as sent, contents flattened to text."""
+    options: Options
+    messages: list[Message]
+    tools: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A valid request of /v1/completions."""
+
+    options: Options
+    prompt: str | list[int]
+    """Text, special tokens recognised, or token ids."""
 
 
 def parse_chat(raw: bytes) -> ChatRequest:
     """Read a chat-completions body. Raises ApiError 400 naming the parameter."""
+    body = _object(raw, _KNOWN_CHAT, _NEUTRAL_CHAT)
+    options = _options(body, _max_tokens(body), _flag(body, "logprobs"))
+    return ChatRequest(body, options, _messages(body.get("messages")), _tools(body.get("tools")))
+
+
+def parse_text(raw: bytes) -> TextRequest:
+    """Read a body of /v1/completions: one prompt. Raises ApiError 400 naming the parameter."""
+    body = _object(raw, _KNOWN_TEXT, _NEUTRAL_TEXT)
+    asked = _positive("max_tokens", _whole(body, "max_tokens"))
+    return TextRequest(
+        _options(body, _TEXT_TOKENS if asked is None else asked, body.get("logprobs") is not None),
+        _prompt(body.get("prompt")),
+    )
+
+
+def _object(raw: bytes, known: Set[str], neutral: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
         raise ApiError(400, f"the body is not JSON: {e}", "invalid_json") from e
     if not isinstance(body, dict):
         raise _bad("body", "send a JSON object")
-    if unknown := body.keys() - _KNOWN:
+    if unknown := body.keys() - known:
         name = min(unknown)
         raise ApiError(400, f"parameter {name!r} is not supported here", "unsupported_parameter", param=name)
-    if body.get("stream"):
-        raise ApiError(400, "streaming is not supported; send stream: false", "unsupported_value", param="stream")
-    for name in body.keys() & _ONLY.keys():
-        if body[name] not in _ONLY[name]:
-            message = f"{name}: {body[name]!r} is not supported; leave it out or send {_ONLY[name][0]!r}"
+    for name in body.keys() & neutral.keys():
+        if body[name] not in neutral[name]:
+            message = f"{name}: {body[name]!r} is not supported; leave it out or send {neutral[name][0]!r}"
             raise ApiError(400, message, "unsupported_value", param=name)
-    return ChatRequest(
-        body=body,
+    return body
+
+
+def _options(body: dict[str, Any], max_tokens: int | None, logprobs: bool) -> Options:
+    stream, options = _flag(body, "stream"), body.get("stream_options") or {}
+    if not isinstance(options, dict) or (options and not stream):
+        raise _bad("stream_options", "send an object, together with stream: true")
+    return Options(
         model=str(body.get("model") or "policy"),
-        messages=_messages(body.get("messages")),
-        tools=_tools(body.get("tools")),
-        max_tokens=_max_tokens(body),
+        max_tokens=max_tokens,
         temperature=_number(body, "temperature", 0.0, 2.0),
         top_p=_number(body, "top_p", 0.0, 1.0),
         seed=_whole(body, "seed"),
         stop=_stop(body.get("stop")),
-        logprobs=bool(body.get("logprobs")),
+        logprobs=logprobs,
+        stream=stream,
+        include_usage=_flag(options, "include_usage"),
     )
 
 
@@ -140,13 +191,26 @@ def _tools(tools: Any) -> list[Any]:
     return tools
 
 
+def _prompt(prompt: Any) -> str | list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]  # a batch of one
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt):
+        return prompt
+    raise _bad("prompt", "send one non-empty text or list of token ids")
+
+
 def _max_tokens(body: dict[str, Any]) -> int | None:
     new, old = _whole(body, "max_completion_tokens"), _whole(body, "max_tokens")
     if new is not None and old is not None and new != old:
         raise _bad("max_tokens", f"{old} contradicts max_completion_tokens {new}; send one")
-    value = old if new is None else new
+    return _positive("max_tokens", old if new is None else new)
+
+
+def _positive(name: str, value: int | None) -> int | None:
     if value is not None and value < 1:
-        raise _bad("max_tokens", f"{value} is too small; send 1 or more")
+        raise _bad(name, f"{value} is too small; send 1 or more")
     return value
 
 
@@ -155,6 +219,13 @@ def _whole(body: dict[str, Any], name: str) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     raise _bad(name, f"{value!r} is not a whole number")
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise _bad(name, f"{value!r} is not true or false")
 
 
 def _number(body: dict[str, Any], name: str, low: float, high: float) -> float:

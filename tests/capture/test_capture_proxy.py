@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from occamy.capture.render import Renderer
 from occamy.capture.server import ProxyServer
 from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import QuarantineReason
@@ -22,28 +19,6 @@ GET = 'crm_get{"id":"A01"}<end>'
 Answer = tuple[int, dict[str, Any]]
 
 
-class Client:
-    """One episode's HTTP client."""
-
-    def __init__(self, proxy: ProxyServer, episode: str, key: str) -> None:
-        self._address = proxy.url.removeprefix("http://")
-        self.base, self.key = f"/episodes/{episode}/root/v1", key
-
-    def chat(self, messages: list[dict[str, Any]], rewrite: str | None = None, **options: Any) -> Answer:
-        headers = {"x-occamy-rewrite": rewrite} if rewrite else {}
-        return self.send("POST", "/chat/completions", {"messages": messages, **options}, headers)
-
-    def send(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        connection = http.client.HTTPConnection(self._address, timeout=20)
-        auth = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        data = body if isinstance(body, bytes) or body is None else json.dumps(body)
-        connection.request(method, self.base + path, data, {**auth, **(headers or {})})
-        response = connection.getresponse()
-        status, answer = response.status, json.loads(response.read())
-        connection.close()
-        return status, answer
-
-
 @pytest.fixture
 def proxy(tmp_path: Path, tokenizer_dir: Path, engine: Any) -> Iterator[ProxyServer]:
     with ProxyServer(tmp_path, tokenizer_dir, engine_url=engine.url, context_limit=64) as server:
@@ -51,17 +26,9 @@ def proxy(tmp_path: Path, tokenizer_dir: Path, engine: Any) -> Iterator[ProxySer
 
 
 @pytest.fixture
-def client(proxy: ProxyServer) -> Client:
-    return Client(
-        proxy,
-        "e",
-        proxy.open_episode("e", sampled_by="policy", seed=1, rules=CaptureRules(announced=("history_pruning",))),
-    )
-
-
-@pytest.fixture
-def ids(renderer: Renderer) -> Callable[[str], list[int]]:
-    return lambda text: list(renderer.encode(text))
+def client(proxy: ProxyServer, connect: Any) -> Any:
+    rules = CaptureRules(announced=("history_pruning",))
+    return connect(proxy, rules=rules)
 
 
 def _error(answer: Answer) -> tuple[int, str | None]:
@@ -69,7 +36,7 @@ def _error(answer: Answer) -> tuple[int, str | None]:
 
 
 def test_two_turns_reach_the_engine_as_ids_and_come_back_as_segments(
-    proxy: ProxyServer, client: Client, engine: Any, ids: Callable[[str], list[int]]
+    proxy: ProxyServer, client: Any, engine: Any, ids: Callable[[str], list[int]]
 ) -> None:
     engine.script = [(ids(GET), "stop"), (ids("done<end>"), "stop")]
     engine.version = 3
@@ -110,11 +77,11 @@ def test_two_turns_reach_the_engine_as_ids_and_come_back_as_segments(
     assert _error(client.chat([ASK])) == (401, "invalid_api_key")
 
 
-def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Client) -> None:
+def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Any, connect: Any) -> None:
     other = proxy.open_episode("f", sampled_by="policy", seed=1, rules=CaptureRules())
-    assert _error(Client(proxy, "e", other).chat([ASK])) == (403, "wrong_episode")
-    assert _error(Client(proxy, "e", "guessed").chat([ASK])) == (401, "invalid_api_key")
-    assert _error(Client(proxy, "e", "").send("GET", "/models")) == (401, "invalid_api_key")
+    assert _error(connect(proxy, key=other).chat([ASK])) == (403, "wrong_episode")
+    assert _error(connect(proxy, key="guessed").chat([ASK])) == (401, "invalid_api_key")
+    assert _error(connect(proxy, key="").send("GET", "/models")) == (401, "invalid_api_key")
     assert client.send("GET", "/models")[1]["data"][0]["id"] == "policy"
     client.base = "/episodes/e/leaf/v1"
     assert _error(client.chat([ASK])) == (404, "unknown_run")
@@ -146,10 +113,11 @@ def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Client) ->
             "invalid_value",
             "messages[1].tool_calls",
         ),
-        ({"messages": [ASK], "stream": True}, "unsupported_value", "stream"),
+        ({"messages": [ASK], "stream": "yes"}, "invalid_value", "stream"),
+        ({"messages": [ASK], "stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
         ({"messages": [ASK], "n": 2}, "unsupported_value", "n"),
         ({"messages": [ASK], "tool_choice": "required"}, "unsupported_value", "tool_choice"),
-        ({"messages": [ASK], "logit_bias": {}}, "unsupported_parameter", "logit_bias"),
+        ({"messages": [ASK], "chat_template_kwargs": {}}, "unsupported_parameter", "chat_template_kwargs"),
         ({"messages": [ASK], "temperature": "hot"}, "invalid_value", "temperature"),
         ({"messages": [ASK], "seed": 1.5}, "invalid_value", "seed"),
         ({"messages": [ASK], "max_tokens": 0}, "invalid_value", "max_tokens"),
@@ -159,16 +127,14 @@ def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Client) ->
         ({"messages": [ASK], "max_tokens": 60}, "context_length_exceeded", "messages"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(client: Client, body: Any, code: str, param: str | None) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(client: Any, body: Any, code: str, param: str | None) -> None:
     status, answer = client.send("POST", "/chat/completions", body)
     error = answer["error"]
     assert (status, error["code"], error["param"], error["type"]) == (400, code, param, "invalid_request_error")
     assert error["message"]
 
 
-def test_neutral_parameters_text_parts_and_log_probs(
-    client: Client, engine: Any, ids: Callable[[str], list[int]]
-) -> None:
+def test_neutral_parameters_text_parts_and_log_probs(client: Any, engine: Any, ids: Callable[[str], list[int]]) -> None:
     engine.script = [(ids("done;"), "stop"), (ids("done"), "length")]
     parts = [{"type": "text", "text": "set tier of A01"}, {"type": "text", "text": " to gold"}]
     options = {"n": 1, "stream": False, "tool_choice": "auto", "user": "x", "seed": 5, "stop": [";"], "logprobs": True}
@@ -185,7 +151,7 @@ def test_neutral_parameters_text_parts_and_log_probs(
 
 
 def test_rewrites_are_declared_by_header(
-    proxy: ProxyServer, client: Client, engine: Any, ids: Callable[[str], list[int]]
+    proxy: ProxyServer, client: Any, engine: Any, ids: Callable[[str], list[int]]
 ) -> None:
     engine.script = [(ids("done<end>"), "stop")] * 3
     client.chat([ASK])
@@ -200,9 +166,9 @@ def test_rewrites_are_declared_by_header(
 
 
 def test_a_paused_proxy_waits_for_calls_in_flight_and_holds_new_ones(
-    proxy: ProxyServer, client: Client, engine: Any, ids: Callable[[str], list[int]]
+    proxy: ProxyServer, client: Any, engine: Any, ids: Callable[[str], list[int]], connect: Any
 ) -> None:
-    other = Client(proxy, "f", proxy.open_episode("f", sampled_by="policy", seed=1, rules=CaptureRules()))
+    other = connect(proxy, "f")
     engine.script = [(ids("done<end>"), "stop")] * 2
     engine.release = threading.Event()
     with ThreadPoolExecutor(3) as pool:
@@ -222,7 +188,7 @@ def test_a_paused_proxy_waits_for_calls_in_flight_and_holds_new_ones(
 
 
 def test_aborted_and_failed_answers_are_sampled_again(
-    proxy: ProxyServer, client: Client, engine: Any, ids: Callable[[str], list[int]]
+    proxy: ProxyServer, client: Any, engine: Any, ids: Callable[[str], list[int]]
 ) -> None:
     engine.script = [(ids("done"), "abort"), 500, (ids("ok<end>"), "stop")]
     assert client.chat([ASK])[1]["choices"][0]["message"]["content"] == "ok"
@@ -231,11 +197,11 @@ def test_aborted_and_failed_answers_are_sampled_again(
 
 
 def test_a_call_waits_for_an_engine_that_comes_back(
-    tmp_path: Path, tokenizer_dir: Path, engine: Any, ids: Callable[[str], list[int]]
+    tmp_path: Path, tokenizer_dir: Path, engine: Any, ids: Callable[[str], list[int]], connect: Any
 ) -> None:
     engine.stop()
     with ProxyServer(tmp_path, tokenizer_dir, engine_url=engine.url) as proxy, ThreadPoolExecutor(1) as pool:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="policy", seed=1, rules=CaptureRules()))
+        client = connect(proxy)
         waiting = pool.submit(client.chat, [ASK])
         assert client.send("GET", "/models")[0] == 200 and not waiting.done()
         back = type(engine)(engine.port)
@@ -245,10 +211,10 @@ def test_a_call_waits_for_an_engine_that_comes_back(
 
 
 def test_after_the_deadline_the_episode_is_an_infrastructure_failure(
-    tmp_path: Path, tokenizer_dir: Path, engine: Any, ids: Callable[[str], list[int]]
+    tmp_path: Path, tokenizer_dir: Path, engine: Any, ids: Callable[[str], list[int]], connect: Any
 ) -> None:
     with ProxyServer(tmp_path, tokenizer_dir, engine_url=engine.url, hold_seconds=0.2) as proxy:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="policy", seed=1, rules=CaptureRules()))
+        client = connect(proxy)
         engine.script = [500] * 100
         assert _error(client.chat([ASK])) == (503, "engine_unavailable")
         engine.script = [400]
@@ -260,7 +226,7 @@ def test_after_the_deadline_the_episode_is_an_infrastructure_failure(
 
 
 def test_an_answer_after_the_end_of_the_episode_is_dropped(
-    proxy: ProxyServer, client: Client, engine: Any, ids: Callable[[str], list[int]]
+    proxy: ProxyServer, client: Any, engine: Any, ids: Callable[[str], list[int]]
 ) -> None:
     engine.script = [(ids("done<end>"), "stop")]
     engine.release = threading.Event()
@@ -273,12 +239,14 @@ def test_an_answer_after_the_end_of_the_episode_is_dropped(
     assert captured.turns == [] and proxy.store.turns("e") == []
 
 
-def test_many_episodes_at_once_stay_apart(proxy: ProxyServer, engine: Any, ids: Callable[[str], list[int]]) -> None:
+def test_many_episodes_at_once_stay_apart(
+    proxy: ProxyServer, engine: Any, ids: Callable[[str], list[int]], connect: Any
+) -> None:
     engine.script = [(ids(GET), "stop")] * 48
 
     def play(number: int) -> list[int]:
         name = f"m{number}"
-        client = Client(proxy, name, proxy.open_episode(name, sampled_by="policy", seed=number, rules=CaptureRules()))
+        client = connect(proxy, name, seed=number)
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"check {number}"}]
         for _ in range(3):
             message = client.chat(messages)[1]["choices"][0]["message"]
@@ -321,11 +289,11 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 
 
 def test_a_teachers_turns_are_tokenised_as_the_student_would_sample_them(
-    tmp_path: Path, tokenizer_dir: Path, ids: Callable[[str], list[int]]
+    tmp_path: Path, tokenizer_dir: Path, ids: Callable[[str], list[int]], connect: Any
 ) -> None:
     server, oracle = _taught(tmp_path, tokenizer_dir, _call("crm_get", '{"id": "A01"}'), {"content": "done"})
     with server as proxy:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rules=CaptureRules()))
+        client = connect(proxy, sampled_by="teacher")
         message = client.chat([ASK], model="student")[1]["choices"][0]["message"]
         call_id = message["tool_calls"][0]["id"]
         assert call_id != "x" and call_id.isalnum()
@@ -342,25 +310,25 @@ def test_a_teachers_turns_are_tokenised_as_the_student_would_sample_them(
 
 @pytest.mark.parametrize("message", [{"content": "unheard"}, _call("crm_get", '{"id":"Z99x"}'), {"content": "crm_get"}])
 def test_a_teacher_that_the_student_cannot_quote_is_quarantined(
-    tmp_path: Path, tokenizer_dir: Path, message: dict[str, Any]
+    tmp_path: Path, tokenizer_dir: Path, message: dict[str, Any], connect: Any
 ) -> None:
     server, _ = _taught(tmp_path, tokenizer_dir, message)
     with server as proxy:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rules=CaptureRules()))
+        client = connect(proxy, sampled_by="teacher")
         assert client.chat([ASK])[0] == 200
         assert proxy.close_episode("e").quarantine is QuarantineReason.token_mismatch
 
 
-def test_a_failing_teacher_is_an_infrastructure_failure(tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_a_failing_teacher_is_an_infrastructure_failure(tmp_path: Path, tokenizer_dir: Path, connect: Any) -> None:
     server, _ = _taught(tmp_path, tokenizer_dir, RuntimeError("lost the script"))
     with server as proxy:
-        client = Client(proxy, "e", proxy.open_episode("e", sampled_by="teacher", seed=1, rules=CaptureRules()))
+        client = connect(proxy, sampled_by="teacher")
         answer = client.chat([ASK])
         assert _error(answer) == (500, "backend_failed") and "lost the script" in answer[1]["error"]["message"]
         assert proxy.close_episode("e").quarantine is QuarantineReason.infra_failed
 
 
-def test_episodes_are_opened_and_closed_once(proxy: ProxyServer, client: Client) -> None:
+def test_episodes_are_opened_and_closed_once(proxy: ProxyServer, client: Any) -> None:
     with pytest.raises(ValueError, match="episode e is open already"):
         proxy.open_episode("e", sampled_by="policy", seed=1, rules=CaptureRules())
     with pytest.raises(ValueError, match="no teacher behind this proxy"):
