@@ -2,6 +2,7 @@
 # make test   lint, types, floors, tests
 # make test-e2e   whole runs through the command line, and kill -9 in every stage (many minutes)
 # make learning-table   three seeds on the test pool; writes docs/results/learning-$(PROFILE).json
+# make bench-capture bench-engine   ratios against a baseline in one run; write docs/results/bench-*.json
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -11,7 +12,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := train,pipeline,ui,dev
+EXTRAS := train,harness,pipeline,ui,dev
 
 PROFILE ?= laptop
 SEED ?= 1
@@ -22,10 +23,10 @@ SEEDS ?= 1 2 3
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test test-e2e lint learning-table clean
+.PHONY: help setup run test test-e2e lint learning-table bench-capture bench-engine clean
 
 help:
-	@sed -n '1,4s/^# //p' Makefile
+	@sed -n '1,5s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -60,6 +61,12 @@ test-e2e: $(STAMP)
 
 learning-table: $(STAMP)
 	$(BIN)/occamy learning-table --profile $(PROFILE) --seeds $(SEEDS) --write docs/results/learning-$(PROFILE).json
+
+bench-capture: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_capture --write docs/results/bench-capture.json
+
+bench-engine: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_engine --write docs/results/bench-engine.json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build
