@@ -11,7 +11,7 @@ from rich.table import Table
 
 from occamy.contracts.episode import EpisodeRecord
 
-_CONTEXT = 4096
+_CONTEXT = 65536
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -122,9 +122,9 @@ def test_one_id_is_served_once_at_a_time() -> None:
         async with serving() as server:
             world = World(SPEC, MemoryWorkspace())
             with server.serve("a", TOOLS, calling(world)):
+                again = server.serve("a", TOOLS, calling(world))
                 with pytest.raises(ValueError, match="episode a are served already"):
-                    with server.serve("a", TOOLS, calling(world)):
-                        pass
+                    again.__enter__()
             with server.serve("a", TOOLS, calling(world)):
                 pass
 
