@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from occamy.capture import families
@@ -114,7 +117,9 @@ def test_a_template_that_drops_earlier_thinking_does_not_touch_sampled_ids(
     recorder.finish(first, sampled, [0.0] * len(sampled), 0, "stop")
     echo = {"role": "assistant", "content": "lookupdone"}
     second = recorder.begin("root", [ask, echo, {"role": "user", "content": "check B02"}], [])
-    assert second.input_ids.tolist() == first.input_ids.tolist() + sampled + list(renderer.encode("<user>check B02<assistant>"))
+    assert second.input_ids.tolist() == first.input_ids.tolist() + sampled + list(
+        renderer.encode("<user>check B02<assistant>")
+    )
 
 
 def test_a_template_that_hides_the_turn_before_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,3 +177,25 @@ def test_content_without_special_tokens_keeps_its_ids(renderer: Renderer) -> Non
 @pytest.mark.parametrize("arguments", ['{"a":' + "[" * 5000, '{"a":' + "1" * 5000 + "}"])
 def test_arguments_that_python_cannot_read_are_broken_arguments(arguments: str) -> None:
     assert parse_calls("crm_get" + arguments) == (None, (("crm_get", arguments),), None)
+
+
+SAID = st.lists(st.sampled_from(["A01", "B02", "gold", "done", "check", "12"]), min_size=1, max_size=4).map(";".join)
+CALLS = st.one_of(
+    st.tuples(st.just("crm_get"), st.fixed_dictionaries({"id": st.sampled_from(["A01", "B02"])})),
+    st.tuples(st.just("file_list"), st.just({})),
+)
+"""What the nano vocabulary can say."""
+
+
+@settings(deadline=None)
+@given(content=SAID, calls=st.lists(CALLS, max_size=3))
+def test_an_answer_reads_as_the_message_it_says(
+    renderer: Renderer, content: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    said = [{"function": {"name": name, "arguments": orjson.dumps(arguments).decode()}} for name, arguments in calls]
+    message = {"role": "assistant", "content": None if calls else content, "tool_calls": said}
+    ids = renderer.answer(message)
+    assert ids[-1] == renderer.closing_id and renderer.closing_id not in ids[:-1]
+    answer = renderer.parse(ids[:-1])
+    assert answer.content == message["content"]
+    assert [(call.name, orjson.loads(call.arguments)) for call in answer.calls] == calls
