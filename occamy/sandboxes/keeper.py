@@ -50,9 +50,7 @@ def main(control_fd: int) -> None:
         _become(spec, control, theirs, status_write)
     theirs.close()
     os.close(status_write)
-    with contextlib.suppress(
-        PermissionError
-    ):  # granted to root, whose forks no rlimit stops: do not be starved by them
+    with contextlib.suppress(OSError):  # granted to root, whose forks no rlimit stops: do not be starved by them
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -78,10 +76,10 @@ def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: floa
             code, left = _reap(child)
             if code is not None:
                 child = 0
-                if status is not None and b"exit-code" not in os.read(status, 4096):
-                    _report(control, fault=f"bwrap ended with {code} and did not run it")
-                else:
+                if status is None or _ran(status):
                     _report(control, exit=code)
+                else:
+                    _report(control, fault=f"bwrap ended with {code} and did not run it")
             if not left:
                 return True
         if control in ready and not control.recv(64):
@@ -93,6 +91,13 @@ def _keep(child: int, control: socket.socket, wake: int, watch: Watch, end: floa
             if child:
                 _report(control, exit=_KILLED, limit=limit)
             return False
+
+
+def _ran(status: int) -> bool:
+    """Whether bwrap, which has ended, told the exit of a command."""
+    with contextlib.suppress(BlockingIOError):
+        return b"exit-code" in os.read(status, 4096)
+    return False
 
 
 def _carry(channel: socket.socket, reach: list[list[Any]]) -> Relay | None:

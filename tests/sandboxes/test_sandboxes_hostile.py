@@ -46,7 +46,6 @@ class Scene:
     """A folder beside the leases with the file `grader.py`, which holds the word private."""
     python: str
     alive: Callable[[str], list[str]]
-    backend: LocalBackend
 
     async def sh(self, script: str, timeout_s: float = 30.0) -> ExecResult:
         return await self.sandbox.exec(["sh", "-c", script], timeout_s=timeout_s)
@@ -340,7 +339,8 @@ ACTS: dict[str, Act] = {
 
 def table() -> dict[str, dict[Isolation, str]]:
     """The rows of the page's table: act, and what each level does about it."""
-    rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    lines = PAGE.read_text().partition("What each level stops")[2].partition("\nNot stopped at")[0].splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("| ")]
     (_, *levels), *acts = [[cell.strip() for cell in row] for row in rows]
     return {act: {Isolation(level): cell for level, cell in zip(levels, cells)} for act, *cells in acts}
 
@@ -370,7 +370,7 @@ def test_an_act_ends_as_the_page_says(
         sandbox = await backend.lease("test", "owner", 60.0, readable=(python[1],))
         sibling = await backend.lease("test", "sibling", 60.0)
         try:
-            return await ACTS[name](Scene(sandbox, sibling, outside, python[0], alive, backend))
+            return await ACTS[name](Scene(sandbox, sibling, outside, python[0], alive))
         finally:
             await sandbox.release()
             await sibling.release()
