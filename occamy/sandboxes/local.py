@@ -117,10 +117,10 @@ class LocalBackend:
             )
 
     def _check_readable(self, path: Path) -> None:
-        root = self._root.folder
+        root, real = self._root.folder.resolve(), path.resolve()
         if not path.is_absolute() or not path.exists():
             raise ValueError(f"readable path {str(path)!r}: not an absolute path of something that exists")
-        if path.resolve() in (root, *root.parents) or path.is_relative_to(root):
+        if root.is_relative_to(real) or real.is_relative_to(root):
             raise ValueError(f"readable path {str(path)!r}: holds the leases; name the folders that are needed instead")
 
 
