@@ -8,7 +8,16 @@ import sys
 from collections.abc import Sequence
 
 from occamy import __version__
-from occamy.cli import engine_commands, learning, running, stage_commands, tools
+from occamy.cli import (
+    engine_commands,
+    episode_commands,
+    harness_commands,
+    learning,
+    proxy_commands,
+    running,
+    stage_commands,
+    tools,
+)
 
 _EPILOG = """\
 first steps:
@@ -34,7 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
     running.add_commands(commands)
     stage_commands.add_commands(commands)
     learning.add_commands(commands)
+    harness_commands.add_commands(commands)
+    proxy_commands.add_commands(commands)
     engine_commands.add_commands(commands)
+    episode_commands.add_commands(commands)
     tools.add_commands(commands)
     return parser
 
