@@ -9,8 +9,10 @@ import asyncio
 import logging
 import secrets
 import sqlite3
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +33,18 @@ SampledBy = Literal["policy", "teacher"]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """An open episode from outside."""
+
+    pending: float
+    """Seconds that the oldest call has been waiting for its answer, 0 when none is."""
+    idle: float
+    """Seconds since the last call ended, or the episode began."""
+    used_up: str
+    """What of the budget a call was refused for, "" while none was."""
+
+
 @dataclass(slots=True)
 class Episode:
     """An open episode."""
@@ -42,11 +56,45 @@ class Episode:
     closed: bool = False
     writes: set[asyncio.Task[None]] = field(default_factory=set)
     """Commits under way."""
+    asked: dict[object, float] = field(default_factory=dict)
+    """When each call under way began, on the monotonic clock."""
+    last_answer: float = field(default_factory=time.monotonic)
+    """When the last call ended, or the episode began."""
+    used_up: str = ""
+    """What of the budget a call was refused for, "" while none was."""
 
     def refuse_closed(self) -> None:
         """Raise ApiError 404 once the episode is closed."""
         if self.closed:
             raise ApiError(404, f"episode {self.recorder.episode_id} is closed", "episode_closed")
+
+    def refuse_over_budget(self) -> None:
+        """Raise ApiError 403 once the turns or the tokens of the budget are used up."""
+        if (budget := self.setup.budget) is None:
+            return
+        turns = self.recorder.turns
+        if len({turn.ordinal for turn in turns}) >= budget.turns:
+            self.used_up = f"budget of {budget.turns} turns is used up"
+        elif sum(len(turn.output) for turn in turns) >= budget.tokens:
+            self.used_up = f"budget of {budget.tokens} tokens is used up"
+        if self.used_up:
+            raise ApiError(403, self.used_up, "budget_used_up")
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around a call that waits for its answer."""
+        call = object()
+        self.asked[call] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self.asked[call]
+            self.last_answer = time.monotonic()
+
+    def watched(self) -> Watched:
+        """What the episode is doing now."""
+        now = time.monotonic()
+        return Watched(now - min(list(self.asked.values()), default=now), now - self.last_answer, self.used_up)
 
 
 class Episodes:
@@ -133,6 +181,14 @@ class Episodes:
     def ids(self) -> list[str]:
         """Return the open episodes' ids in order of opening."""
         return list(self._open)
+
+    async def turns(self, episode_id: str) -> tuple[list[Turn], QuarantineReason | None]:
+        """Return what an episode, open or closed, has on record. Raises KeyError."""
+        if episode_id in self._open:
+            recorder = self._open[episode_id].recorder
+            return recorder.turns, recorder.quarantine
+        captured = await asyncio.to_thread(self._store.captured, episode_id)
+        return await asyncio.to_thread(self._store.turns, episode_id), captured.quarantine
 
     def authorise(self, episode_id: str, key: str | None) -> Episode:
         """Return the open episode that the key opens. Raises ApiError 401 or 403."""

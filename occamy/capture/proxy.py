@@ -87,6 +87,7 @@ class Proxy:
             raise ApiError(400, f"{_REWRITE_HEADER}: {rewrite!r} is none of {', '.join(REWRITES)}", "invalid_value")
         stop_ids = self._stop_ids(chat.options.stop)
         episode.refuse_closed()
+        episode.refuse_over_budget()
         call = episode.recorder.begin(
             role, chat.messages, chat.tools, rewrite=rewrite, max_tokens=chat.options.max_tokens, stop_ids=stop_ids
         )
@@ -99,6 +100,7 @@ class Proxy:
         ids = self._renderer.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
         stop_ids = self._stop_ids(asked.options.stop)
         episode.refuse_closed()
+        episode.refuse_over_budget()
         call = episode.recorder.begin_text(role, ids, max_tokens=asked.options.max_tokens, stop_ids=stop_ids)
         return await self._answer(request, _Incoming(episode, call, asked, _sha256(raw), started), text_answer)
 
@@ -144,7 +146,9 @@ class Proxy:
         async def work() -> bytes:
             self._metrics.in_flight += 1
             try:
-                return render(await self._complete(incoming), self._renderer.decode)
+                with incoming.episode.asking():
+                    answered = await self._complete(incoming)
+                return render(answered, self._renderer.decode)
             except Exception as e:
                 raise await self._told(incoming.episode, e) from e
             finally:

@@ -14,7 +14,7 @@ import uvicorn
 
 from occamy.capture.admin import add_admin
 from occamy.capture.backends import Backend, EngineBackend, Gate, Teacher, TeacherBackend
-from occamy.capture.episodes import Episodes, SampledBy
+from occamy.capture.episodes import Episodes, SampledBy, Watched
 from occamy.capture.metrics import Metrics
 from occamy.capture.proxy import Proxy, build_app
 from occamy.capture.render import Renderer
@@ -22,6 +22,7 @@ from occamy.capture.segments import CapturedEpisode
 from occamy.capture.store import Store
 from occamy.capture.stream import Delivery
 from occamy.contracts.capture import CaptureRules, EpisodeSetup, MixedVersions
+from occamy.contracts.task import Budget
 from occamy.engines.client import EngineClient
 
 DATABASE = "capture.sqlite"
@@ -69,8 +70,8 @@ class ProxyServer:
         self._address, self._listener = (host, port), listener
 
     def __enter__(self) -> Self:
-        self.store = Store(self._folder / DATABASE)
         listener = self._listener or socket.create_server(self._address, backlog=2048)
+        self.store = Store(self._folder / DATABASE)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it; else 40 ms a call
         self.url = "http://{}:{}".format(*listener.getsockname()[:2])
         ready = threading.Event()
@@ -98,13 +99,20 @@ class ProxyServer:
         seed: int,
         rules: CaptureRules,
         mixed_versions: MixedVersions = "between_turns",
+        budget: Budget | None = None,
     ) -> str:
         """Start an episode and return its API key. An unfinished capture of the same id is discarded.
 
         Raises ValueError when the id is open or finished, or when `sampled_by` has no backend here.
         """
-        setup = EpisodeSetup(sampled_by=sampled_by, seed=seed, rules=rules, mixed_versions=mixed_versions)
+        setup = EpisodeSetup(
+            sampled_by=sampled_by, seed=seed, rules=rules, mixed_versions=mixed_versions, budget=budget
+        )
         return self._in_loop(self._episodes.open(episode_id, setup))
+
+    def watch(self, episode_id: str) -> Watched:
+        """What an open episode is doing now; from any thread. Raises KeyError when it is not open."""
+        return self._episodes.get(episode_id).watched()
 
     def close_episode(self, episode_id: str) -> CapturedEpisode:
         """End an episode and return what was captured; it is durable in `store`. Raises KeyError when not open."""

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from occamy.contracts.record import Record
+from occamy.contracts.task import Budget
 
 RewriteKind = Literal["summary_replacement", "history_pruning"]
 """How a harness shortens its history: a summary replaces old messages, or old tool results are cut in place."""
@@ -68,3 +69,5 @@ class EpisodeSetup(Record):
     """Asynchronous training updates weights while episodes run, so by default only a turn must be of one version."""
     key_digest: str = ""
     """Digest of the API key, which itself is not kept."""
+    budget: Budget | None = None
+    """Turns and sampled tokens, of all runs together, after which calls are refused; None leaves it to the harness."""

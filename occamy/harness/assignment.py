@@ -34,6 +34,22 @@ class Observation(Protocol):
         """The typed error."""
 
 
+class Watched(Protocol):
+    """What the recording proxy sees of a program."""
+
+    @property
+    def pending(self) -> float:
+        """Seconds that the oldest model call has been waiting for its answer, 0 when none is."""
+
+    @property
+    def idle(self) -> float:
+        """Seconds since the last model call ended."""
+
+    @property
+    def used_up(self) -> str:
+        """What of the budget a call was refused for, "" while none was."""
+
+
 @dataclass(frozen=True)
 class Outside:
     """Where a harness acts that is a program of its own."""
@@ -43,6 +59,8 @@ class Outside:
     """Its workspace is the world's."""
     tools: ToolServer
     """Serves the world's tools to it."""
+    watch: Callable[[], Watched]
+    """Asks the recording proxy what the program is doing."""
 
 
 @dataclass(frozen=True)

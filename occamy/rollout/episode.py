@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -61,7 +62,13 @@ async def run_episode(job: EpisodeJob, place: Place) -> tuple[EpisodeResult, Evi
     Raises what is nobody's fault at run time: WorldError for a contract that cannot be built.
     """
     began = time.monotonic()
-    key = place.proxy.open_episode(job.episode_id, sampled_by=job.sampled_by, seed=job.seed, rules=place.harness.rules)
+    key = place.proxy.open_episode(
+        job.episode_id,
+        sampled_by=job.sampled_by,
+        seed=job.seed,
+        rules=place.harness.rules,
+        budget=job.task.meta.budget if isinstance(place.harness, AdapterHarness) else None,
+    )
     try:
         run, state, events = await _act(job, place, key)
     except BaseException:  # cancelled, or a contract that cannot be built: leave the id free for another try
@@ -148,7 +155,7 @@ def _assignment(job: EpisodeJob, place: Place, key: str, world: World, sandbox: 
         max_new_tokens=place.config.max_new_tokens,
         http=place.http,
         context_limit=place.config.context_limit,
-        outside=Outside(job.episode_id, sandbox, place.tools),
+        outside=Outside(job.episode_id, sandbox, place.tools, partial(place.proxy.watch, job.episode_id)),
     )
 
 

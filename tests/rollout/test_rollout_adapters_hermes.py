@@ -146,25 +146,30 @@ def _targets(segments: list[Any]) -> list[int]:
 def test_faults_of_the_endpoint_are_infrastructure_and_a_silent_policy_is_not(
     hermes: AdapterHarness, release: Path, chatml: Path, policy: Any, tmp_path: Path
 ) -> None:
+    _, here = load_adapter("hermes")
+    hasty = AdapterHarness(hermes.adapter.model_copy(update={"stall_seconds": 3.0}), here)
     task = patient(load_release(release).select(pool="short")[0])
+    short = BUDGET.model_copy(update={"wall_seconds": 1.0})  # on top of what Hermes has to start
+    task = task.model_copy(update={"meta": task.meta.model_copy(update={"budget": short})})
 
     def write(prompt: str) -> str | None:
         if "REQUEST-500" in prompt:
             return None
         if "REQUEST-HANG" in prompt:
-            policy.ended.wait(60)
+            policy.ended.wait()
         return ""
 
     policy.write = write
     jobs = [job(task.model_copy(update={"request": f"REQUEST-{name}"}), name) for name in ("500", "HANG", "EMPTY")]
     with RolloutSession(
-        tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=hermes, config=CONFIG
+        tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=hasty, config=CONFIG
     ) as session:
         results: dict[str, EpisodeResult] = {r.record.episode_id: r for r in session.stream(jobs, 3)}
     for name in ("500", "HANG"):
         record = results[name].record
         assert (record.outcome, record.quarantine) == (Outcome.infra_failed, QuarantineReason.infra_failed)
-        assert record.error
+    assert "the endpoint failed" in results["500"].record.error
+    assert "a model call was pending for" in results["HANG"].record.error
     silent = results["EMPTY"].record
     assert (silent.outcome, silent.quarantine, silent.reward) == (Outcome.agent_failed, None, 0.0)
     assert re.search("empty|No reply", silent.error)

@@ -39,6 +39,8 @@ class ToolSource(Record):
     """Regular expression that finds, in a tool message, the JSON object around the world's answer; "" for none."""
     keys: tuple[str, ...] = ()
     """Keys of that object under which the answer may lie."""
+    others: bool = False
+    """Whether the program runs tools of its own besides: it may then be busy without a word to model or world."""
 
 
 class Retries(Record):
@@ -124,6 +126,9 @@ class Adapter(Record):
     retries: Retries
     minimum_context: int = Field(default=0, ge=0)
     """Least context limit that it runs with, tokens."""
+    stall_seconds: float = Field(default=30.0, gt=0)
+    """Whoever has kept the program waiting this long when wall time ends has failed: an infrastructure fault. Our
+    choice, as for compositions."""
     launch: Annotated[Command | Service, Field(discriminator="kind")]
     ending: Ending = Ending()
 

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,13 @@ from occamy.harness.adapters.ending import Ended, read_ending
 from occamy.harness.adapters.program import installed_version, program_folder, readable
 from occamy.harness.adapters.served import ServedTools
 from occamy.harness.adapters.service import drive
-from occamy.harness.assignment import AgentRun, Assignment, Outside
+from occamy.harness.assignment import AgentRun, Assignment, Outside, Watched
 
 if TYPE_CHECKING:
     from occamy.worlds.mcp import ToolAccess
 
-_STALL_S = 30.0
-"""A tool call pending this long when wall time ends is an infrastructure fault (our choice, as for compositions)."""
+_WATCH_S = 0.25
+"""How often the budget is looked at; the proxy and the tool server refuse calls beyond it at once (our choice)."""
 
 
 class AdapterManifest(Record):
@@ -79,28 +80,42 @@ class AdapterHarness:
     async def run(self, task: Assignment) -> AgentRun:
         """Run the program to its end: see `read_ending` for the outcomes.
 
-        timed_out also when the tool calls are used up; infra_failed also when a tool broke or hung. Raises
-        SandboxError, and ValueError when the assignment gives it no place of its own.
+        timed_out also when a budget is used up; infra_failed also when a tool broke, or when wall time ended while
+        the endpoint, a tool or the program itself hung. Raises SandboxError, and ValueError when the assignment gives
+        it no place of its own.
         """
         if task.outside is None:
             raise ValueError(f"harness {self.adapter.name} is a program of its own: give the assignment its outside")
-        run = AgentRun()
+        run, outside = AgentRun(), task.outside
         tools = ServedTools(task, run)
-        with task.outside.tools.serve(task.outside.episode_id, task.tools, tools.call) as access:
-            playing = asyncio.create_task(self._play(task, task.outside, access))
-            out_of_budget = asyncio.create_task(tools.used_up.wait())
+        with outside.tools.serve(outside.episode_id, task.tools, tools.call) as access:
+            playing = asyncio.create_task(self._play(task, outside, access))
             try:
-                await asyncio.wait((playing, out_of_budget), return_when=asyncio.FIRST_COMPLETED)
-                ended = _budget_ended(task) if out_of_budget.done() else playing.result()
+                await _ended_or(playing, lambda: bool(tools.used_up or outside.watch().used_up))
+                if used_up := tools.used_up or outside.watch().used_up:
+                    ended = Ended(Outcome.timed_out, error=used_up)
+                else:
+                    ended = playing.result()
+                    if ended.outcome is Outcome.timed_out and (hung := self._hung(tools, outside.watch())):
+                        ended = Ended(Outcome.infra_failed, error=f"{hung} when wall time ended")
             finally:
-                pending = tools.pending()
-                await _end(playing, out_of_budget)
-        if ended.outcome is Outcome.timed_out and pending >= _STALL_S:
-            ended = Ended(Outcome.infra_failed, error=f"a tool call was pending for {pending:.0f} s at the deadline")
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
         if tools.broken:
             ended = Ended(Outcome.infra_failed, error=tools.broken)
         run.outcome, run.answer, run.error = ended
         return run
+
+    def _hung(self, tools: ServedTools, model: Watched) -> str:
+        """What kept the program from going on for so long that it is not the policy's doing, "" if nothing did."""
+        stall = self.adapter.stall_seconds
+        if model.pending >= stall:
+            return f"a model call was pending for {model.pending:.0f} s"
+        if tools.pending() >= stall:
+            return f"a tool call was pending for {tools.pending():.0f} s"
+        idle = min(model.idle, tools.idle())
+        busy = model.pending or tools.pending() or self.adapter.tools.others
+        return "" if busy or idle < stall else f"the program had been idle for {idle:.0f} s"
 
     async def _play(self, task: Assignment, outside: Outside, access: ToolAccess) -> Ended:
         if isinstance(self.adapter.launch, Service):
@@ -145,14 +160,10 @@ class AdapterHarness:
         }
 
 
-def _budget_ended(task: Assignment) -> Ended:
-    return Ended(Outcome.timed_out, error=f"budget of {task.budget.tool_calls} tool_calls is used up")
-
-
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _ended_or(playing: asyncio.Task[Ended], over: Callable[[], bool]) -> None:
+    """Wait until the program has ended, or its budget has."""
+    while not (await asyncio.wait((playing,), timeout=_WATCH_S))[0] and not over():
+        pass
 
 
 def _written(path: str, data: Any) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from typing import Any
@@ -21,8 +20,9 @@ class ServedTools:
         self._allowed = task.budget.tool_calls
         self._run = run
         self._since: float | None = None
-        self.used_up = asyncio.Event()
-        """Set when a call came after the last one that the budget allows."""
+        self._last = time.monotonic()
+        self.used_up = ""
+        """What of the budget a call was refused for, "" while none was."""
         self.broken = ""
         """Why a tool cannot be trusted any more, "" while none raised."""
 
@@ -30,7 +30,7 @@ class ServedTools:
         """Run one call. One beyond the budget, or of a broken tool, is answered with a typed error."""
         run = self._run
         if run.tool_calls >= self._allowed:
-            self.used_up.set()
+            self.used_up = f"budget of {self._allowed} tool_calls is used up"
             return TypedError("budget_used_up")
         run.tool_calls += 1
         self._since = time.monotonic()
@@ -39,7 +39,7 @@ class ServedTools:
             said = await self._act(Call("", name, json.dumps(arguments)))
         except ToolBroken as e:
             self.broken, said = str(e), TypedError("tool_broken")
-        self._since = None
+        self._since, self._last = None, time.monotonic()
         run.failed_calls += not said.ok
         run.trace.append({"kind": "tool", "name": name, "error": said.error})
         return said
@@ -47,3 +47,7 @@ class ServedTools:
     def pending(self) -> float:
         """Seconds that a call has been pending, 0 when none is."""
         return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def idle(self) -> float:
+        """Seconds since the last call ended, or serving began."""
+        return time.monotonic() - self._last
