@@ -3,71 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from occamy.capture.messages import PRINT, SYSTEM, TRAILER, GivenCall, Message, is_marked
 from occamy.contracts.capture import CaptureRules, RewriteKind
 
 
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """How a request was made from a history."""
-
-    kind: RewriteKind
-    kept: int
-    """Messages of the history that it still holds, cut ones included."""
-
-
 def recognise(
     known: Sequence[bytes],
-    answer: bytes | None,
+    answered: int,
     messages: Sequence[Message],
     prints: Sequence[bytes],
     *,
     rules: CaptureRules,
     given: Mapping[str, GivenCall],
     appendable: frozenset[str],
-) -> Rewrite | None:
+) -> RewriteKind | None:
     """Explain a request as a declared rewrite of a history.
 
-    `known` are the fingerprints of the history's last request and `answer` that of its answer, if any. The request
-    must keep the system message and the order of what it keeps; everything else in it is a declared summary, a message
-    cut as declared, or new and at the end. Without a new summary only trailers may be missing. Returns None if it is
-    anything else.
+    `known` are the fingerprints of the history's last request; message `answered` is the answer to that, -1 if the
+    request does not hold it. The request must keep the system message and the order of what it keeps; everything else
+    in it is a declared summary, a message cut as declared, or new and at the end. Without a new summary only trailers
+    may be missing. Returns None if it is anything else.
     """
-    history = [*known, answer] if answer else list(known)
-    places = [p[: PRINT // 2] for p in history]
-    if places and places[0] == SYSTEM and prints[0] != history[0]:
+    places = [p[: PRINT // 2] for p in known]
+    if places and places[0] == SYSTEM and prints[0] != known[0]:
         return None
-    at = kept = summaries = cut = 0
+    end = answered if answered >= 0 else len(messages)
+    after = messages[end + 1 :]
+    summaries = sum(is_marked(m, rules.summaries) for m in after)
+    at = cut = 0
     missing: list[int] = []
-    ended = False
-    for message, print_ in zip(messages, prints, strict=True):
-        summary = is_marked(message, rules.summaries)
-        found = _find(history, print_, at)
-        if found is None and (summary or is_marked(message, rules.pruned) or _has_cut_calls(message, rules, given)):
-            altered = _find(places, print_[: PRINT // 2], at)
-            if not summary and altered is None:
-                return None
-            summaries, cut = summaries + summary, cut + (not summary)
-            if not summary or _has_id(message):
-                found = altered
+    new: list[Message] = []
+    for message, print_ in zip(messages[:end], prints, strict=False):
+        found = _find(known, print_, at)
+        if found is None or (new and message["role"] == "user"):
+            summary = is_marked(message, rules.summaries)
+            found = _find(places, print_[: PRINT // 2], at) if _is_altered(message, rules, given) else None
+            summaries, cut = summaries + summary, cut + (found is not None and not summary)
             if found is None:
+                new += [] if summary else [message]
                 continue
-        if found is None:
-            if message["role"] not in appendable:
-                return None
-            ended = True
-            continue
-        if ended:
+        if new:
             return None
         missing += range(at, found)
-        at, kept = found + 1, kept + 1
+        at = found + 1
+    if (new and answered >= 0) or any(m["role"] not in appendable for m in (*new, *after)):
+        return None
     missing += range(at, len(known))
     if summaries:
-        return Rewrite("summary_replacement", kept)
-    only_trailers = all(places[i] == TRAILER for i in missing)
-    return Rewrite("history_pruning", kept) if only_trailers and (cut or missing) else None
+        return "summary_replacement"
+    return "history_pruning" if (cut or missing) and all(places[i] == TRAILER for i in missing) else None
 
 
 def overlap(known: Sequence[bytes], prints: Sequence[bytes]) -> int:
@@ -87,15 +72,13 @@ def _find(prints: Sequence[bytes], wanted: bytes, start: int) -> int | None:
         return None
 
 
-def _has_id(message: Message) -> bool:
-    """True if a message's place names it, so that it can be found whatever it says."""
-    return message["role"] == "tool" or bool(message.get("tool_calls"))
-
-
-def _has_cut_calls(message: Message, rules: CaptureRules, given: Mapping[str, GivenCall]) -> bool:
-    """True for an assistant turn whose calls are ours, whole or with arguments cut as declared."""
+def _is_altered(message: Message, rules: CaptureRules, given: Mapping[str, GivenCall]) -> bool:
+    """True if a message may stand, changed as declared, in the place of one that was sent before."""
+    named = message["role"] == "tool" or bool(message.get("tool_calls"))
+    if is_marked(message, rules.pruned) or (named and is_marked(message, rules.summaries)):
+        return True
     calls = message.get("tool_calls")
-    if message["role"] != "assistant" or not calls or not rules.cut_arguments:
+    if not calls or not rules.cut_arguments:
         return False
     return all(
         (known := given.get(call.get("id") or "")) is not None

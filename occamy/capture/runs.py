@@ -11,7 +11,7 @@ import numpy as np
 
 from occamy.capture.history import Ids, Run, Step
 from occamy.capture.incoming import Request
-from occamy.capture.messages import GivenCall
+from occamy.capture.messages import GivenCall, is_marked
 from occamy.capture.rewrites import overlap, recognise
 from occamy.capture.turn import Prefix
 from occamy.contracts.capture import CaptureRules
@@ -69,7 +69,9 @@ class Runs:
             return self._stray()
         if found is not None and found[0] is found[0].segment.run.tip():
             return self._continue(*found, request)
-        if rewritten := self._rewritten(request):
+        marks = (*self._rules.summaries, *self._rules.pruned)
+        may_be = found is None or any(is_marked(m, marks) for m in request.messages[last + 1 :])
+        if may_be and (rewritten := self._rewritten(request)):
             return rewritten
         return self._branch(*found, request) if found else self._start_or_fork(request, last)
 
@@ -140,43 +142,48 @@ class Runs:
         return self._stray()
 
     def _rewritten(self, request: Request) -> Opening | None:
-        """The declared rewrite of a run's last segment that this request is; of several runs', the one it keeps most
-        messages of."""
-        best: tuple[int, int, Opening] | None = None
-        for run in self._of_role(request.role):
-            tip = run.tip()
-            if tip.segment.tools != request.tools_digest and not self._rules.tools_may_change:
+        """The declared rewrite of some run's last segment that this request is."""
+        for run in self._nearest(request):
+            segment, attempt = run.tip().segment, self._held(run, request)
+            if segment.tools != request.tools_digest and not self._rules.tools_may_change:
                 continue
-            attempt = self._held(tip, request)
-            answer = tip.attempts[max(tip.attempts) if attempt < 0 else attempt].fingerprint if tip.attempts else None
-            found = recognise(
-                tip.segment.known,
-                answer,
+            kind = recognise(
+                segment.known,
+                request.last_answer() if attempt >= 0 else -1,
                 request.messages,
                 request.prints,
                 rules=self._rules,
                 given=self._given,
                 appendable=self._appendable,
             )
-            if found and (best is None or (found.kept, tip.ordinal) > best[:2]):
-                best = found.kept, tip.ordinal, Opening(Prefix.rewrite, found.kind, run.name, attempt)
-        return best and best[2]
+            if kind:
+                return Opening(Prefix.rewrite, kind, run.name, attempt)
+        return None
 
     def _announced(self, kind: str, request: Request) -> Opening:
-        """A rewrite that the harness tells of: of the run that shares most messages with it, the latest of equals."""
-        runs = self._of_role(request.role)
+        """A rewrite that the harness tells of."""
+        runs = self._nearest(request)
         if kind not in self._rules.announced or not runs:
             return self._stray()
-        run = max(runs, key=lambda r: (overlap(r.tip().segment.known, request.prints), r.tip().ordinal))
-        return Opening(Prefix.rewrite, kind, run.name, self._held(run.tip(), request))
+        return Opening(Prefix.rewrite, kind, runs[0].name, self._held(runs[0], request))
 
-    def _held(self, step: Step, request: Request) -> int:
-        """Attempt of a step whose answer the request holds, the latest of equals; -1 if it holds none."""
-        prints = set(request.prints)
-        return max((n for n, attempt in step.attempts.items() if attempt.fingerprint in prints), default=-1)
+    def _nearest(self, request: Request) -> list[Run]:
+        """Runs of the request's role, those first whose last answer it holds, then those that it shares most messages
+        with (several children may be under way, but one root), then the latest."""
 
-    def _of_role(self, role: str) -> list[Run]:
-        return [run for run in self._runs.values() if run.role == role]
+        def nearness(run: Run) -> tuple[bool, int, int]:
+            tip = run.tip()
+            shared = 0 if request.role == ROOT else overlap(tip.segment.known, request.prints)
+            return self._held(run, request) >= 0, shared, tip.ordinal
+
+        runs = [run for run in self._runs.values() if run.role == request.role]
+        return sorted(runs, key=nearness, reverse=True)
+
+    def _held(self, run: Run, request: Request) -> int:
+        """Attempt at a run's last step whose answer is the request's last, the latest of equals; -1 if none is."""
+        last = request.last_answer()
+        said = request.prints[last] if last >= 0 else b""
+        return max((n for n, attempt in run.tip().attempts.items() if attempt.fingerprint == said), default=-1)
 
     def _appends(self, request: Request, last: int) -> bool:
         """True if only messages that may follow an assistant turn come after message `last`."""
