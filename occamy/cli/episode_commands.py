@@ -20,7 +20,13 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register episode list, episode show, replay tokens, replay state and replay admit."""
     episode = commands.add_parser("episode", help="read recorded episodes")
     actions = episode.add_subparsers(dest="action", metavar="ACTION", required=True)
-    list_ = actions.add_parser("list", help="one line for each episode of a folder")
+    list_ = actions.add_parser(
+        "list",
+        help="one line for each episode of a folder",
+        description="One line for each episode of a sealed folder, or of the finished ones of a session: how it ended, "
+        "its turns, tokens, weight versions, and why it is quarantined if it is.",
+        epilog="example: occamy episode list runs/laptop-1/stages/demonstrations",
+    )
     list_.add_argument("folder", type=Path, metavar="FOLDER")
     list_.set_defaults(handler=list_command)
     show = actions.add_parser(

@@ -16,6 +16,7 @@ from occamy.storage.rundir import RunDirectory
 COMMANDS = [
     *("run", "doctor", "synth", "admit", "rollout", "train sft", "train hdpo", "train sao", "merge", "eval"),
     *("report", "compile", "ui", "nano pretrain", "learning-table"),
+    *("episode list", "episode show", "replay tokens", "replay state", "replay admit"),
 ]
 
 
