@@ -15,7 +15,7 @@ _CONTEXT = 65536
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register harness list and harness install."""
+    """Register harness list, install and serve."""
     harness = commands.add_parser("harness", help="agent harnesses: compositions and adapters of agent programs")
     actions = harness.add_subparsers(dest="action", metavar="ACTION", required=True)
     list_ = actions.add_parser(
@@ -34,6 +34,16 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     install.add_argument("harness", metavar="NAME|FILE", help="a shipped adapter, or an adapter file")
     install.set_defaults(handler=install_command)
+    serve = actions.add_parser(
+        "serve",
+        help="serve a composition as an agent service, in place of a closed one",
+        description="Serve what a service adapter drives: POST /runs plays one episode. For an adapter's name, its "
+        "shipped stand-in is served; set the adapter's variable to the URL that is printed.",
+        epilog="example: occamy harness serve accio_work --port 8200",
+    )
+    serve.add_argument("harness", metavar="NAME|FILE", help="an adapter with a stand-in, or any composition")
+    serve.add_argument("--port", type=int, default=0, help="port on this machine (default: a free one)")
+    serve.set_defaults(handler=serve_command)
 
 
 def add_rollout_options(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +101,17 @@ def install_command(args: argparse.Namespace) -> int:
 
     adapter, here = load_adapter(args.harness)
     print(install(adapter, here))
+    return 0
+
+
+def serve_command(args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    import asyncio
+
+    from occamy.harness.adapters.stand_in import serve
+    from occamy.harness.loading import load_composition
+
+    asyncio.run(serve(load_composition(args.harness), args.port, lambda url: print(url, flush=True)))
     return 0
 
 

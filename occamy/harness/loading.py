@@ -41,6 +41,16 @@ def load_adapter(source: str | Path) -> tuple[Adapter, Path]:
     return _adapter(path, data), path.parent.resolve()
 
 
+def load_composition(source: str | Path) -> ComposedHarness:
+    """A composition by name or file; for the name of an adapter, the composition that stands in for its program.
+
+    Raises CompositionError for what is none.
+    """
+    stand_in = _HERE / "adapters" / "stand_ins" / f"{source}.yaml"
+    path, data = (stand_in, yaml.safe_load(stand_in.read_text())) if stand_in.is_file() else _read(source)
+    return ComposedHarness(resolve(data, path.name))
+
+
 def names() -> list[str]:
     """Names of the shipped harnesses."""
     return sorted(_shipped())

@@ -72,10 +72,13 @@ def install(adapter: Adapter, here: Path) -> Path:
 
 
 def readable(adapter: Adapter) -> list[Path]:
-    """Folders that the program is read from: its own, and that of the Python it may run on."""
-    if isinstance(adapter.launch, Command) and adapter.launch.installed is not None:
-        return [program_folder(adapter.name), Path(sys.base_prefix).resolve()]
-    return [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
+    """Folders that the program is read from: its own, and those of the Python that it may run on."""
+    if not isinstance(adapter.launch, Command):
+        return []
+    folders = {Path(sys.prefix), Path(sys.base_prefix)}
+    if adapter.launch.installed is not None:
+        folders.add(program_folder(adapter.name))
+    return sorted(folder.resolve() for folder in folders)
 
 
 def _version(folder: Path, installed: Installed) -> str | None:
