@@ -11,12 +11,13 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 
 from occamy.capture.backends import Gate
-from occamy.capture.episodes import Episode, Episodes
+from occamy.capture.episodes import Episodes
 from occamy.capture.proxy import bearer, error_response, json_response, read_body
 from occamy.capture.request import ApiError
 from occamy.capture.turn import Turn
 from occamy.contracts.capture import CaptureRules, EpisodeSetup, MixedVersions
 from occamy.contracts.record import Record
+from occamy.contracts.task import Budget
 
 BASE = "/admin/episodes/{episode}"
 
@@ -32,6 +33,8 @@ class OpenRequest(Record):
     """What the harness declares."""
     mixed_versions: MixedVersions = "between_turns"
     """Where the weights may change inside it."""
+    budget: Budget | None = None
+    """Turns and sampled tokens after which its calls are refused."""
 
 
 def add_admin(app: FastAPI, key: str, episodes: Episodes, gate: Gate, pause_seconds: float) -> None:
@@ -76,21 +79,32 @@ class _Admin:
         return json_response({"episodes": self._episodes.ids()})
 
     async def open(self, request: Request) -> Response:
-        """Start an episode; the answer has its key."""
+        """Start an episode; the answer has its key. An id that was captured before is not taken again."""
         episode_id = request.path_params["episode"]
         try:
             asked = OpenRequest.model_validate_json(await read_body(request))
         except ValidationError as e:
             raise ApiError(400, str(e), "invalid_value", param="body") from e
         try:
+            if await self._is_captured(episode_id):
+                raise ValueError(f"episode {episode_id} was captured already; choose another id")
             key = await self._episodes.open(episode_id, EpisodeSetup(**dict(asked)))
         except ValueError as e:
             raise ApiError(409, str(e), "episode_not_new") from e
         return json_response({"episode_id": episode_id, "api_key": key, "path": f"/episodes/{episode_id}/root/v1"}, 201)
 
     async def read(self, request: Request) -> Response:
-        """What an open episode has on record."""
-        return json_response(_state(await self._episode(request)))
+        """What an episode, open or closed, has on record."""
+        episode_id = request.path_params["episode"]
+        turns, quarantine = await self._episodes.turns(episode_id)
+        state = {
+            "episode_id": episode_id,
+            "open": episode_id in self._episodes.ids(),
+            "quarantine": quarantine,
+            "classes": Counter(turn.prefix.value for turn in turns),
+            "turns": [_turn(turn) for turn in turns],
+        }
+        return json_response(state)
 
     async def close(self, request: Request) -> Response:
         """End an episode for good; the store keeps its turns."""
@@ -110,30 +124,24 @@ class _Admin:
 
     async def pause(self, request: Request) -> Response:
         """Hold new calls and wait until no call is being sampled: of one episode, or of all."""
-        await (await self._gate_of(request)).close(self._seconds)
+        await self._gate_of(request).close(self._seconds)
         return json_response({"paused": True})
 
     async def resume(self, request: Request) -> Response:
         """Let held calls go on."""
-        (await self._gate_of(request)).open()
+        self._gate_of(request).open()
         return json_response({"paused": False})
 
-    async def _gate_of(self, request: Request) -> Gate:
-        return (await self._episode(request)).gate if "episode" in request.path_params else self._gate
+    async def _is_captured(self, episode_id: str) -> bool:
+        try:
+            turns, _ = await self._episodes.turns(episode_id)
+        except KeyError:
+            return False
+        return bool(turns)
 
-    async def _episode(self, request: Request) -> Episode:
-        return self._episodes.get(request.path_params["episode"])
-
-
-def _state(episode: Episode) -> dict[str, Any]:
-    recorder = episode.recorder
-    return {
-        "episode_id": recorder.episode_id,
-        "sampled_by": episode.setup.sampled_by,
-        "quarantine": recorder.quarantine,
-        "classes": Counter(turn.prefix.value for turn in recorder.turns),
-        "turns": [_turn(turn) for turn in recorder.turns],
-    }
+    def _gate_of(self, request: Request) -> Gate:
+        episode_id = request.path_params.get("episode")
+        return self._gate if episode_id is None else self._episodes.get(episode_id).gate
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

@@ -66,7 +66,10 @@ class Router:
         """Pass a request on, and again while its proxy is down and nothing was answered."""
         episode_id = request.match_info["episode"]
         url = URL(self._proxies[owner(episode_id, self._proxies)] + request.raw_path, encoded=True)
-        body = await request.read()
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"the body is larger than {MAX_BODY} bytes", "request_too_large")
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
         is_call = request.path.startswith("/episodes/")
         deadline = time.monotonic() + self._hold

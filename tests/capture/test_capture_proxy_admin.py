@@ -50,14 +50,16 @@ def test_an_episode_from_open_to_close(proxy: ProxyServer, admin: Any, connect: 
     assert client.chat([ASK])[0] == 200
     assert admin.send("GET", "/episodes") == (200, {"episodes": ["e"]})
     state = admin.send("GET", "/episodes/e")[1]
-    assert state["quarantine"] is None and state["classes"] == {"start": 1}
+    assert state["open"] and state["quarantine"] is None and state["classes"] == {"start": 1}
     assert [(t["run"], t["class"], t["sampled_tokens"]) for t in state["turns"]] == [("root", "start", 2)]
     status, closed = admin.send("POST", "/episodes/e/close")
     tokens = state["turns"][0]["prompt_tokens"] + 2
     assert status == 200 and closed["quarantine"] is None
     assert closed["segments"] == [{"run": "root", "index": 0, "closed_by": "end", "tokens": tokens, "targets": 2}]
     assert _code(client.chat([ASK])) == (401, "invalid_api_key")
-    assert _code(admin.send("GET", "/episodes/e")) == (404, "episode_not_open")
+    assert admin.send("GET", "/episodes/e")[1] == state | {"open": False}
+    assert _code(admin.send("POST", "/episodes/e", {"seed": 1})) == (409, "episode_not_new")
+    assert _code(admin.send("GET", "/episodes/none")) == (404, "episode_not_open")
     assert _code(admin.send("POST", "/episodes/e/close")) == (404, "episode_not_open")
 
 
