@@ -104,9 +104,9 @@ def _plain(text: str) -> bool:
     return "\ufdd0" not in text and not any(tag in text for tag in ("<|", "think>", "<tool", "</"))
 
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40).map(lambda t: unicodedata.normalize("NFC", t))
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=24).map(lambda t: unicodedata.normalize("NFC", t))
 VALUE = TEXT.filter(_plain)
-SAID = VALUE.map(str.strip).filter(bool)
+SAID = VALUE.map(lambda text: text.strip() or "ok")
 JSON_VALUES = {
     "string": VALUE,
     "integer": st.integers(-(2**53), 2**53),
@@ -190,7 +190,7 @@ def test_a_published_template_belongs_to_its_family(name: str, published: Publis
 
 
 @every
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_prompt_has_the_ids_that_transformers_gives_it(name: str, published: Published, data: st.DataObject) -> None:
     history, new, tools = data.draw(conversations(name))
@@ -199,7 +199,7 @@ def test_a_prompt_has_the_ids_that_transformers_gives_it(name: str, published: P
 
 
 @every
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_appended_messages_are_the_end_of_a_whole_render(name: str, published: Published, data: st.DataObject) -> None:
     history, new, tools = data.draw(conversations(name))
