@@ -107,11 +107,11 @@ async def serve(harness: ComposedHarness, port: int, started: Callable[[str], No
     """Serve on loopback until cancelled; `started` is told the URL."""
     runner = web.AppRunner(build_service(harness), access_log=None)
     await runner.setup()
+    listener = socket.create_server(("127.0.0.1", port))
     try:
-        with socket.create_server(("127.0.0.1", port)) as listener:
-            await web.SockSite(runner, listener).start()
-            started("http://{}:{}".format(*listener.getsockname()))
-            await asyncio.Event().wait()
+        await web.SockSite(runner, listener).start()
+        started("http://{}:{}".format(*listener.getsockname()))
+        await asyncio.Event().wait()
     finally:
         await runner.cleanup()
 
