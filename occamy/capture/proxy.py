@@ -114,11 +114,10 @@ class Proxy:
             "max_model_len": self._limit,
             "context_length": self._limit,
         }
-        name = request.path_params.get("model")
-        return json_response(model if name is not None else {"object": "list", "data": [model]})
+        return json_response(model if request.path_params.get("model") else {"object": "list", "data": [model]})
 
     async def _guarded(self, work: Coroutine[Any, Any, Response], param: str) -> Response:
-        """Turn what was refused into an answer in OpenAI's error format."""
+        """Turn what is refused before it is sampled into an answer in OpenAI's error format."""
         try:
             return await work
         except ClientDisconnect:
@@ -150,7 +149,9 @@ class Proxy:
                     answered = await self._complete(incoming)
                 return render(answered, self._renderer.decode)
             except Exception as e:
-                raise await self._told(incoming.episode, e) from e
+                told = await self._told(incoming.episode, e)
+                self._metrics.refused(told.code)
+                raise told from e
             finally:
                 self._metrics.in_flight -= 1
 
@@ -233,6 +234,7 @@ def build_app(proxy: Proxy, metrics: Metrics, episodes: Episodes) -> FastAPI:
     app.add_route("/healthz", _healthz, methods=["GET"])
     app.add_route("/metrics", show_metrics, methods=["GET"])
     app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(Exception, _broken)
     return app
 
 
@@ -275,6 +277,11 @@ async def _no_route(request: Request, error: Exception) -> Response:
     """Harnesses probe for other servers' endpoints: a plain 404 tells them that these are not here."""
     status = error.status_code if isinstance(error, HTTPException) else 404
     return error_response(ApiError(status, f"no {request.method} {request.url.path} here", "not_found"))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """A defect of ours, which uvicorn logs."""
+    return error_response(ApiError(500, f"the proxy failed: {error!r}", "internal_error"))
 
 
 def _sha256(raw: bytes) -> str:

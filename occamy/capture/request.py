@@ -196,7 +196,7 @@ def _prompt(prompt: Any) -> str | list[int]:
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(type(i) is int for i in prompt):
+    if isinstance(prompt, list) and prompt and all(type(i) is int and 0 <= i < 1 << 31 for i in prompt):
         return prompt
     raise _bad("prompt", "send one non-empty text or list of token ids")
 

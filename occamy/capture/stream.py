@@ -30,10 +30,7 @@ class Delivery:
         self._commit, self._alive = commit_seconds, alive_seconds
 
     async def deliver(self, request: Request, work: Work, stream: bool) -> Response:
-        """Return what to send for `work`, which is cancelled when the client leaves. The request's body was read.
-
-        Raises the ApiError of `work`.
-        """
+        """Return what to send for `work`, which is cancelled when the client leaves. The request's body was read."""
         gone = asyncio.create_task(_disconnect(request))
         try:
             await _first(work, gone, self._commit if stream else None)
@@ -47,7 +44,10 @@ class Delivery:
         if not work.done():
             await _stop(work)
             return Response(status_code=GONE)
-        return Response(work.result(), media_type="text/event-stream" if stream else "application/json")
+        try:
+            return Response(work.result(), media_type="text/event-stream" if stream else "application/json")
+        except ApiError as e:
+            return Response(e.body(), status_code=e.status, media_type="application/json")
 
 
 class _Held(Response):

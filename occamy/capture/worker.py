@@ -6,9 +6,13 @@ worker. The parent keeps the socket open, so that clients of a dead worker wait 
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import Field
@@ -35,25 +39,50 @@ class ProxySettings(Record):
     admin_key: str = Field(min_length=16)
     """Opens the admin API."""
 
-    def server(self, listener: socket.socket) -> ProxyServer:
-        """The proxy on `listener`, not yet entered."""
-        return ProxyServer(
-            self.folder,
-            self.tokenizer,
-            engine_url=self.engine,
-            context_limit=self.context_limit,
-            hold_seconds=self.hold_seconds,
-            answer_seconds=self.answer_seconds,
-            admin_key=self.admin_key,
-            listener=listener,
-        )
+    @contextmanager
+    def serving(self, listener: socket.socket) -> Iterator[ProxyServer]:
+        """Serve on `listener` inside the block. Raises RuntimeError when another proxy serves the folder."""
+        with (
+            taken(self.folder),
+            ProxyServer(
+                self.folder,
+                self.tokenizer,
+                engine_url=self.engine,
+                context_limit=self.context_limit,
+                hold_seconds=self.hold_seconds,
+                answer_seconds=self.answer_seconds,
+                admin_key=self.admin_key,
+                listener=listener,
+            ) as server,
+        ):
+            yield server
+
+
+@contextmanager
+def taken(folder: Path, seconds: float = 10.0) -> Iterator[None]:
+    """Hold a folder for this process alone; a killed process lets go of it.
+
+    Raises RuntimeError when another one holds it longer than `seconds`: time to end after it lost its parent.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + seconds
+    with (folder / "proxy.lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{folder} is served by another proxy; stop it or give another folder") from None
+                time.sleep(0.05)
+        yield
 
 
 def main() -> None:
     """Serve until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     settings = ProxySettings.model_validate_json(sys.stdin.buffer.readline())
-    with settings.server(socket.socket(fileno=int(sys.argv[1]))):
+    with settings.serving(socket.socket(fileno=int(sys.argv[1]))):
         sys.stdin.buffer.read()
 
 

@@ -73,7 +73,7 @@ def serve_command(args: argparse.Namespace) -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with settings.server(listener):
+    with settings.serving(listener):
         stop.wait()
     return 0
 

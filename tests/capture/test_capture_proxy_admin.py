@@ -191,6 +191,7 @@ def test_the_model_list_tells_the_context_and_probes_get_a_plain_404(proxy: Prox
     (model,) = client.send("GET", "/models")[1]["data"]
     assert model["id"] == "policy" and model["max_model_len"] == model["context_length"] == 64
     assert client.send("GET", "/models/some/name") == (200, model)
+    assert client.send("GET", "/models/") == client.send("GET", "/models")
     client.base = "/episodes/e/root"
     for method, path in [("GET", "/api/v1/models"), ("POST", "/api/show"), ("GET", "/v1/props"), ("GET", "/api/tags")]:
         assert _code(client.send(method, path)) == (404, "not_found")
@@ -271,7 +272,8 @@ TWO = 'crm_get{"id":"A01"}<end>'
         ({"prompt": ["one", "two"]}, "invalid_value", "prompt"),
         ({"prompt": [1, "x"]}, "invalid_value", "prompt"),
         ({"prompt": [1 << 20]}, "template_refused", "prompt"),
-        ({"prompt": [-1]}, "template_refused", "prompt"),
+        ({"prompt": [-1]}, "invalid_value", "prompt"),
+        ({"prompt": [1 << 40]}, "invalid_value", "prompt"),
         ({"prompt": "check", "echo": True}, "unsupported_value", "echo"),
         ({"prompt": "check", "best_of": 2}, "unsupported_value", "best_of"),
         ({"prompt": "check", "messages": []}, "unsupported_parameter", "messages"),

@@ -18,6 +18,7 @@ import pytest
 
 from occamy.capture.router import owner
 from occamy.capture.store import Store
+from occamy.capture.worker import taken
 
 ASK = {"role": "user", "content": "set tier of A01 to gold"}
 GET = 'crm_get{"id":"A01"}<end>'
@@ -179,6 +180,17 @@ def _refused(*options: str) -> str:
     done = subprocess.run([*command, "--engine", "http://127.0.0.1:1", *options], capture_output=True, text=True)
     assert done.returncode == 1
     return done.stderr
+
+
+def test_a_folder_is_served_by_one_proxy(tmp_path: Path) -> None:
+    with (
+        taken(tmp_path),
+        pytest.raises(RuntimeError, match="served by another proxy"),
+        taken(tmp_path, seconds=0.0),
+    ):
+        pass
+    with taken(tmp_path, seconds=0.0):
+        pass
 
 
 def test_what_cannot_be_served_is_said_at_the_start(tmp_path: Path, tokenizer_dir: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,10 @@ def test_a_stream_that_has_begun_ends_with_an_error_event_when_no_answer_comes(
     status, lines = connect(impatient).stream([ASK])
     (error,) = _events(lines)
     assert status == 200 and error["error"]["code"] == "engine_unavailable"
+    with closing(http.client.HTTPConnection(impatient.url.removeprefix("http://"))) as connection:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    assert 'occamy_capture_refused_total{code="engine_unavailable"} 1\n' in text
     assert impatient.close_episode("e").quarantine is QuarantineReason.infra_failed
 
 
