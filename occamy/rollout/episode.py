@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import numpy as np
@@ -24,10 +24,12 @@ from occamy.rollout.evidence import Evidence
 from occamy.rollout.grading import Grade, grade
 from occamy.rollout.jobs import EpisodeJob
 from occamy.sandboxes.protocol import Sandbox, SandboxBackend, SandboxError
-from occamy.worlds.mcp import ToolServer
 from occamy.worlds.tools import tool_schemas
 from occamy.worlds.workspace import FolderWorkspace
 from occamy.worlds.world import Event, World
+
+if TYPE_CHECKING:  # an extra that only agent programs need
+    from occamy.worlds.mcp import ToolServer
 
 _POOL = "local"
 _ROOT = "root"
@@ -43,8 +45,8 @@ class Place:
     http: aiohttp.ClientSession
     sandboxes: SandboxBackend
     config: RolloutConfig
-    tools: ToolServer
-    """Where agent programs find the tools of their worlds."""
+    tools: ToolServer | None
+    """Where an agent program finds the tools of its world; None for harnesses of this process."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[
 async def _lease(job: EpisodeJob, place: Place) -> Sandbox:
     """A sandbox for the episode; one that an agent program runs in reaches its model and its tools, nothing else."""
     wall = job.task.meta.budget.wall_seconds + _GRACE_S
-    if not isinstance(place.harness, AdapterHarness):
+    if not isinstance(place.harness, AdapterHarness) or place.tools is None:
         return await place.sandboxes.lease(_POOL, job.episode_id, wall)
     proxy = URL(place.proxy.url)
     assert proxy.host is not None and proxy.port is not None
@@ -143,6 +145,9 @@ def _as_the_proxy_saw(run: AgentRun, captured: CapturedEpisode) -> AgentRun:
 
 
 def _assignment(job: EpisodeJob, place: Place, key: str, world: World, sandbox: Sandbox) -> Assignment:
+    outside: Outside | None = None
+    if place.tools is not None:
+        outside = Outside(job.episode_id, sandbox, place.tools, partial(place.proxy.watch, job.episode_id))
     return Assignment(
         request=job.task.request,
         tools=tool_schemas(job.task.world, job.task.tools),
@@ -155,7 +160,7 @@ def _assignment(job: EpisodeJob, place: Place, key: str, world: World, sandbox: 
         max_new_tokens=place.config.max_new_tokens,
         http=place.http,
         context_limit=place.config.context_limit,
-        outside=Outside(job.episode_id, sandbox, place.tools, partial(place.proxy.watch, job.episode_id)),
+        outside=outside,
     )
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import aiohttp
 
@@ -27,6 +27,7 @@ from occamy.contracts.lineage import tokenizer_digest
 from occamy.contracts.manifest import Manifest, write_atomic
 from occamy.contracts.record import canonical_json
 from occamy.engines.client import EngineClient
+from occamy.harness.adapters.launch import AdapterHarness
 from occamy.harness.assignment import Harness
 from occamy.harness.client import open_http
 from occamy.rollout.archive import Recorded, recorded, write_archive
@@ -35,7 +36,9 @@ from occamy.rollout.episode import EpisodeResult, Place, run_episode
 from occamy.rollout.evidence import Evidence, EvidenceStore
 from occamy.rollout.jobs import EpisodeJob
 from occamy.sandboxes.local import LocalBackend
-from occamy.worlds.mcp import ToolServer
+
+if TYPE_CHECKING:  # an extra that only agent programs need
+    from occamy.worlds.mcp import ToolServer
 
 _T = TypeVar("_T")
 _HEALTH_S = 5.0
@@ -112,9 +115,7 @@ class RolloutSession:
             thread.start()
             stack.callback(self._stop_loop, thread)
             self._http = self._call(_opened_http())
-            tools = ToolServer()
-            self._call(tools.start())
-            stack.callback(lambda: self._call(tools.stop()))
+            tools = self._tool_server(stack)
             self._finished = _resumed(self._proxy.store)
             self._place = Place(self._proxy, self._harness, self._http, self._sandboxes, self._config, tools)
             self._stack = stack.pop_all()
@@ -233,6 +234,19 @@ class RolloutSession:
                 f"{self._failures_in_row} episodes in a row failed on infrastructure, last {record.episode_id}: "
                 f"{record.error}; start the engine and resume in {self._folder}"
             )
+
+    def _tool_server(self, stack: ExitStack) -> ToolServer | None:
+        """Start what agent programs reach their tools by; compositions have theirs in this process."""
+        if not isinstance(self._harness, AdapterHarness):
+            return None
+        try:
+            from occamy.worlds.mcp import ToolServer
+        except ModuleNotFoundError as e:
+            raise SessionError(f"agent programs reach their tools over MCP ({e}); install the extra harness") from e
+        server = ToolServer()
+        self._call(server.start())
+        stack.callback(lambda: self._call(server.stop()))
+        return server
 
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
