@@ -14,8 +14,8 @@ class Limits(Record):
     cpu_seconds: int = Field(default=300, ge=1)
     """CPU time of one process, seconds."""
     memory_bytes: int = Field(default=4 << 30, ge=1 << 24)
-    """Memory of a command's tree, and private data of one process (not mere address space: programs like node
-    reserve far more of that than they use), bytes."""
+    """Memory of a command's tree, bytes. One process may reserve twice that as private data: each worker of a node
+    program keeps half a GiB for code that it may compile."""
     file_bytes: int = Field(default=256 << 20, ge=0)
     """Largest file that may be written, bytes."""
     workspace_bytes: int = Field(default=1 << 30, ge=1 << 20)
