@@ -97,7 +97,10 @@ class Store:
     def add_turn(
         self, episode_id: str, turn: Turn, exchange: Exchange, quarantine: QuarantineReason | None = None
     ) -> None:
-        """Commit one attempt, and with it why the episode is quarantined, if it is."""
+        """Commit one attempt, and with it why the episode is quarantined, if it is.
+
+        Raises KeyError when the episode is not open: a closed one is never changed.
+        """
         parent = turn.parent or (None, None)
         row = (
             episode_id, turn.run, turn.role, turn.summary, turn.segment, turn.ordinal, turn.repeats, turn.continues,
@@ -107,6 +110,7 @@ class Store:
             exchange.engine_cached_tokens, exchange.seconds,
         )  # fmt: skip
         with self._lock, self._transaction():
+            self._check_open(episode_id)
             self._db.execute(_INSERT, row)
             if quarantine is not None:
                 self._quarantine(episode_id, quarantine)
@@ -126,14 +130,18 @@ class Store:
     def finish_episode(self, episode_id: str, record_json: str) -> None:
         """Keep the graded record of a closed episode: from now on it is never run again.
 
-        Raises ValueError when the episode is unknown or still open.
+        Raises ValueError when the episode is unknown, still open, or finished with another record.
         """
         with self._lock:
             changed = self._db.execute(
-                "UPDATE episodes SET record = ? WHERE episode_id = ? AND closed = 1", (record_json, episode_id)
+                "UPDATE episodes SET record = ? WHERE episode_id = ? AND closed = 1 AND coalesce(record, ?) = ?",
+                (record_json, episode_id, record_json, record_json),
             ).rowcount
         if changed != 1:
-            raise ValueError(f"episode {episode_id} is not closed in this store; close it before finishing it")
+            raise ValueError(
+                f"episode {episode_id} is not closed in this store, or finished with another record; close it before "
+                "finishing it, and finish it once"
+            )
 
     def finished(self) -> dict[str, str]:
         """Return episode id -> record JSON of all finished episodes, in order of opening."""
@@ -169,6 +177,11 @@ class Store:
         """Close the database; commits are already durable."""
         with self._lock:
             self._db.close()
+
+    def _check_open(self, episode_id: str) -> None:
+        row = self._db.execute("SELECT 1 FROM episodes WHERE episode_id = ? AND closed = 0", (episode_id,)).fetchone()
+        if row is None:
+            raise KeyError(f"no open episode {episode_id} in this store")
 
     def _quarantine(self, episode_id: str, reason: QuarantineReason) -> None:
         self._db.execute(

@@ -78,8 +78,8 @@ class Origin:
     """Where a token of a segment came from (int8 codes)."""
 
     INHERITED = 0  # prefix of the segment: prompt, or history that a rewrite carried over
-    SAMPLED = 1  # sampled by the policy (or written by the teacher) in the root run
-    SUBAGENT = 2
+    SAMPLED = 1  # sampled by the policy (or written by the teacher) in the root run, or as a declared summary
+    SUBAGENT = 2  # sampled in any other run: a subagent's, a fork's, housekeeping
     OBSERVED = 3  # tool results, user messages and template tokens appended inside the segment
 
 
@@ -89,18 +89,19 @@ class Segment:
 
     episode_id: str
     run: str
-    """"root" or a subagent's run id."""
+    """"root", or the run id of a subagent, a fork or housekeeping."""
     index: int
     """Position among the run's segments, from 0."""
     closed_by: str
-    """"end", "summary_replacement" or "history_pruning"."""
+    """"end", "summary_replacement", "history_pruning" or "tool_change"."""
     sampled_by: str
     tokens: np.ndarray
     """int32 token ids."""
     mask: np.ndarray
-    """bool, True where the token was sampled by the policy in the root run (a training target)."""
+    """bool, True where the token is a training target: sampled by the policy in the root run, or in a run that writes
+    a declared summary."""
     logprobs: np.ndarray
-    """float32 behaviour log-probs of the sampler, 0 where mask is False or the teacher wrote."""
+    """float32 behaviour log-probs of the sampler, 0 where nothing was sampled or the teacher wrote."""
     versions: np.ndarray
     """int32 weight version per token, -1 where not sampled."""
     origin: np.ndarray

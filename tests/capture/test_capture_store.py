@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from array import array
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from occamy.capture.store import Store
+from occamy.capture.store import OpenEpisode, Store
 from occamy.capture.turn import Exchange, Prefix, Turn
 from occamy.contracts.capture import CaptureRules, EpisodeSetup
 from occamy.contracts.episode import QuarantineReason
@@ -92,6 +93,41 @@ def test_only_a_closed_episode_can_be_finished_or_read(path: Path) -> None:
             store.finish_episode(name, "{}")
         with pytest.raises(KeyError, match=name):
             store.captured(name)
+
+
+def test_a_closed_episode_never_changes(path: Path) -> None:
+    store = Store(path)
+    store.open_episode("e", POLICY)
+    store.add_turn("e", _turn(0), EXCHANGE)
+    store.close_episode("e", None)
+    for name in ("e", "unknown"):
+        with pytest.raises(KeyError, match=f"no open episode {name}"):
+            store.add_turn(name, _turn(1), EXCHANGE)
+    for _ in range(2):
+        store.finish_episode("e", '{"score":1}')
+    with pytest.raises(ValueError, match="finished with another record"):
+        store.finish_episode("e", '{"score":0}')
+    assert (store.finished(), store.turns("e")) == ({"e": '{"score":1}'}, [_turn(0)])
+
+
+def test_a_turn_that_cannot_be_stored_leaves_nothing_of_itself(path: Path) -> None:
+    store = Store(path)
+    store.open_episode("e", POLICY)
+    store.add_turn("e", _turn(0), EXCHANGE)
+    with pytest.raises(sqlite3.IntegrityError):
+        store.add_turn("e", _turn(0), EXCHANGE, QuarantineReason.state_drift)
+    assert store.read_open("e") == OpenEpisode(POLICY, [_turn(0)], None)
+
+
+def test_two_proxies_write_to_one_store(path: Path) -> None:
+    stores = [Store(path), Store(path)]
+    for store, name in zip(stores, "ab", strict=True):
+        store.open_episode(name, POLICY)
+    for ordinal in range(20):
+        for store, name in zip(stores, "ab", strict=True):
+            store.add_turn(name, _turn(ordinal), EXCHANGE)
+    assert list(stores[0].open_episodes()) == ["a", "b"]
+    assert [len(stores[0].turns(name)) for name in "ab"] == [20, 20]
 
 
 def test_a_killed_process_loses_no_committed_turn(path: Path) -> None:
