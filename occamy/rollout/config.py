@@ -27,6 +27,9 @@ class RolloutConfig(Record):
     hold_seconds: float = Field(default=60.0, gt=0)
     """How long the proxy holds a call while the engine is down or updating, seconds; then the episode fails on
     infrastructure. Our choice, below the wall budget of tasks."""
+    answer_seconds: float = Field(default=60.0, gt=0)
+    """How long the engine may work on one answer, seconds; then the episode fails on infrastructure. Our choice, below
+    the wall budget of tasks."""
     reward_needs_completion: bool = True
     """True: R(e) is the score of a completed episode and 0 otherwise. False: the score in any scored outcome."""
     infra_failure_limit: int = Field(default=64, ge=1)

@@ -97,6 +97,7 @@ class RolloutSession:
             teacher=teacher,
             context_limit=config.context_limit,
             hold_seconds=config.hold_seconds,
+            answer_seconds=config.answer_seconds,
         )
         self._stack = ExitStack()
         self._failures_in_row = 0

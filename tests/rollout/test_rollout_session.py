@@ -113,7 +113,7 @@ def test_new_weights_are_served_between_episodes(release: Path, checkpoint: Path
 def test_a_hung_and_a_dead_engine_fail_the_episode_on_infrastructure(
     release: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
-    config = CONFIG.model_copy(update={"hold_seconds": 3.0})
+    config = CONFIG.model_copy(update={"hold_seconds": 3.0, "answer_seconds": 3.0})
     with launch_engine(checkpoint) as process, session(tmp_path / "s", checkpoint, process.url, config) as one:
         jobs = jobs_of(release, 3)
         records = []
