@@ -143,16 +143,19 @@ class Runs:
 
     def _rewritten(self, request: Request) -> Opening | None:
         """The declared rewrite of some run's last segment that this request is."""
+        rules = self._rules
+        if not (rules.summaries or rules.pruned or rules.trailers or rules.cut_arguments):
+            return None
         for run in self._nearest(request):
             segment, attempt = run.tip().segment, self._held(run, request)
-            if segment.tools != request.tools_digest and not self._rules.tools_may_change:
+            if segment.tools != request.tools_digest and not rules.tools_may_change:
                 continue
             kind = recognise(
                 segment.known,
                 request.last_answer() if attempt >= 0 else -1,
                 request.messages,
                 request.prints,
-                rules=self._rules,
+                rules=rules,
                 given=self._given,
                 appendable=self._appendable,
             )

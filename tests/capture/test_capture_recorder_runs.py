@@ -99,6 +99,32 @@ def test_a_child_may_fork_from_its_parents_history(talk: Talk, tools: list[Any])
     assert talk.recorder.quarantine is None
 
 
+def test_a_call_that_hangs_while_the_harness_goes_on_differently_costs_nothing(talk: Talk) -> None:
+    """The harness gave up waiting and changed its message; what it went on with is the root run, without a gap."""
+    talk.step(GET, "ok")
+    hanging = talk.recorder.begin("root", json.loads(json.dumps(talk.history)), TOOLS)
+    talk.history[-1] = {**talk.history[-1], "content": "none"}
+    assert talk.step(GET, "ok") is Prefix.branch
+    assert talk.step("done<end>") is Prefix.continued
+    talk.recorder.abandon(hanging)
+    (segment,) = talk.segments()
+    assert (segment.run, segment.closed_by) == ("root", "end")
+    assert segment.tokens[segment.mask].tolist() == talk.ids(GET + GET + "done<end>")
+    assert talk.recorder.quarantine is None
+
+
+def test_training_sees_the_ids_that_the_engine_saw(talk: Talk) -> None:
+    """Tool calls included: each prompt, with its answer, is how the segment begins."""
+    calls = []
+    for text, result in ((GET, "ok"), ('crm_get{"id":"', "none"), (GET, "ok")):
+        call, message = talk.ask(text)
+        calls.append((call.input_ids.tolist(), talk.ids(text)))
+        talk.history += [message, observe(message, result)]
+    (segment,) = talk.segments()
+    for prompt, answer in calls:
+        assert segment.tokens[: len(prompt) + len(answer)].tolist() == prompt + answer
+
+
 def test_children_that_begin_alike_are_told_apart(talk: Talk) -> None:
     talk.step(GET, "ok")
     goal = [{"role": "user", "content": "check B02"}]
