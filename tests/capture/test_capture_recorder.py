@@ -396,22 +396,3 @@ def test_tool_call_ids_are_unique_short_and_repeat_with_the_episode(renderer: Re
     ids = call_ids()
     assert len(set(ids)) == 3 and ids == call_ids()
     assert all(i.isalnum() and len(i) <= 40 for i in ids)
-
-
-def test_the_prompt_of_turn_forty_costs_as_little_as_the_second(
-    tokenizer_dir: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renderer = Renderer(tokenizer_dir)
-    talk = Talk(renderer)
-    texts: list[str] = []
-    plain = renderer.encode
-    monkeypatch.setattr(renderer, "encode", lambda text: (texts.append(text), plain(text))[1])
-    talk.begin()
-    assert texts == [PROMPT]
-    message = talk.recorder.finish(talk.begin(), list(plain(GET)), [0.0] * len(plain(GET)), 0, "stop")[1]
-    for turn in range(40):
-        talk.history += [message, observe(message, str(turn))]
-        texts.clear()
-        call = talk.begin()
-        assert texts == [f"<tool>{turn}<assistant>"]
-        message = talk.recorder.finish(call, list(plain(GET)), [0.0] * len(plain(GET)), 0, "stop")[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -44,6 +45,17 @@ def test_only_new_messages_are_hashed(renderer: Renderer, monkeypatch: pytest.Mo
     for turn, _ in enumerate(converse(renderer, 30, "A")):
         assert hashed == (["assistant", "tool"] if turn else ["system", "user"])
         hashed.clear()
+
+
+def test_only_new_messages_are_tokenised(tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer(tokenizer_dir)
+    texts: list[str] = []
+    plain = renderer.encode
+    monkeypatch.setattr(renderer, "encode", lambda text: (texts.append(text), plain(text))[1])
+    for turn, _ in enumerate(converse(renderer, 30, "D")):
+        told = f"<tool>D{RESULT}{turn - 1}<assistant>" if turn else "<system>check<user>check A01<assistant>"
+        assert [t for t in texts if t != SAID] == [told]
+        texts.clear()
 
 
 def test_children_that_take_turns_are_not_hashed_anew(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
