@@ -76,9 +76,9 @@ def _is_cut(given: Any, echo: Any, end: str) -> bool:
 
 
 def is_marked(message: Message, marks: Iterable[Marked]) -> bool:
-    """True if a message begins as one of the marks says."""
-    text = message.get("content") or ""
-    return any(message["role"] == mark.role and text.startswith(mark.starts) for mark in marks)
+    """True if a message begins and ends as one of the marks says."""
+    role, text = message["role"], message.get("content") or ""
+    return any(role == m.role and text.startswith(m.starts or "") and text.endswith(m.ends or "") for m in marks)
 
 
 def fingerprint(message: Message, given: Mapping[str, GivenCall], rules: CaptureRules) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from occamy.contracts.record import Record
 from occamy.contracts.task import Budget
@@ -17,12 +17,20 @@ MixedVersions = Literal["never", "between_turns", "within_turns"]
 
 
 class Marked(Record):
-    """A message that the harness writes itself, known by how its text begins."""
+    """A message that the harness writes or cuts itself, known by how its text begins or ends."""
 
     role: Literal["user", "assistant", "tool"]
     """Role it is sent under."""
-    starts: str = Field(min_length=1)
+    starts: str | None = Field(default=None, min_length=1)
     """First characters of its text."""
+    ends: str | None = Field(default=None, min_length=1)
+    """Last characters of its text."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Marked:
+        if self.starts is None and self.ends is None:
+            raise ValueError("a mark needs `starts`, `ends` or both")
+        return self
 
 
 class Auxiliary(Record):
