@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from occamy.capture.messages import GivenCall, Message, digest_tools, extend_chain, fingerprint
+from occamy.capture.messages import GivenCall, Message, digest_tools, extend_chain, fingerprint, is_marked
 from occamy.contracts.capture import CaptureRules
 
 _KEPT = 8
@@ -46,8 +46,13 @@ class Reader:
         self._rules, self._given = rules, given
         self._recent: dict[str, list[Request]] = {}
 
+    def recent(self, role: str) -> list[list[Message]]:
+        """Messages of the last requests of a role, the latest first."""
+        return [request.messages for request in self._recent.get(role, ())]
+
     def read(self, role: str, messages: list[Message], tools: list[Any]) -> Request:
         """Return the request with its fingerprints and links."""
+        role = self._asked(messages[-1]) or role if role == "root" else role
         recent = self._recent.setdefault(role, [])
         digest = next((r.tools_digest for r in recent if r.tools == tools), None) or digest_tools(tools)
         prints: list[bytes] = []
@@ -64,6 +69,11 @@ class Reader:
         recent.insert(0, request)
         del recent[_KEPT:]
         return request
+
+    def _asked(self, last: Message) -> str:
+        """Role of the housekeeping that a request of the root's is by its last message, "" for none."""
+        asked = (a.run for a in self._rules.auxiliaries if a.asks is not None and is_marked(last, (a.asks,)))
+        return next(asked, "")
 
 
 def read_text(role: str, prompt: array[int]) -> Request:

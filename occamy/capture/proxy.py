@@ -81,7 +81,7 @@ class Proxy:
     async def _chat(self, request: Request) -> Response:
         episode, role = self._authorise(request)
         started, raw = time.perf_counter(), await read_body(request)
-        chat = parse_chat(raw)
+        chat = parse_chat(raw, episode.recorder.recent(role))
         rewrite = request.headers.get(_REWRITE_HEADER)
         if rewrite is not None and rewrite not in REWRITES:
             raise ApiError(400, f"{_REWRITE_HEADER}: {rewrite!r} is none of {', '.join(REWRITES)}", "invalid_value")

@@ -113,6 +113,10 @@ class Recorder:
         recorder.quarantine = quarantine or recorder.quarantine
         return recorder
 
+    def recent(self, role: str) -> list[list[Message]]:
+        """Messages of the last requests of a role, the latest first; they are not to be changed."""
+        return self._reader.recent(role)
+
     def begin(
         self,
         role: str,

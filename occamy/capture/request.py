@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,11 +92,14 @@ class TextRequest:
     """Text, special tokens recognised, or token ids."""
 
 
-def parse_chat(raw: bytes) -> ChatRequest:
-    """Read a chat-completions body. Raises ApiError 400 naming the parameter."""
+def parse_chat(raw: bytes, known: Sequence[list[Message]] = ()) -> ChatRequest:
+    """Read a chat-completions body. Raises ApiError 400 naming the parameter.
+
+    `known` are messages of valid requests before: a request that begins with them has only its new ones checked.
+    """
     body = _object(raw, _KNOWN_CHAT, _NEUTRAL_CHAT)
     options = _options(body, _max_tokens(body), _flag(body, "logprobs"))
-    return ChatRequest(body, options, _messages(body.get("messages")), _tools(body.get("tools")))
+    return ChatRequest(body, options, _messages(body.get("messages"), known), _tools(body.get("tools")))
 
 
 def parse_text(raw: bytes) -> TextRequest:
@@ -147,10 +150,11 @@ def _bad(param: str, fix: str) -> ApiError:
     return ApiError(400, f"{param}: {fix}", "invalid_value", param=param)
 
 
-def _messages(messages: Any) -> list[Message]:
+def _messages(messages: Any, known: Sequence[list[Message]]) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise _bad("messages", "send a non-empty list")
-    for i, message in enumerate(messages):
+    checked = max((len(before) for before in known if messages[: len(before)] == before), default=0)
+    for i, message in enumerate(messages[checked:], checked):
         if not isinstance(message, dict) or str(message.get("role")) not in _ROLES:
             raise _bad(f"messages[{i}]", f"needs a role out of {sorted(_ROLES)}")
         if message["role"] == "developer":

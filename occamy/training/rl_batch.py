@@ -36,9 +36,9 @@ class Row:
     """Name -> [policy tokens]."""
 
     @property
-    def key(self) -> tuple[str, int]:
-        """Identity within a batch: episode id and segment index."""
-        return self.sequence.episode_id, self.sequence.segment
+    def key(self) -> tuple[str, str, int]:
+        """Identity within a batch."""
+        return self.sequence.key
 
 
 @dataclass(frozen=True)

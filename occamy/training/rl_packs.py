@@ -25,7 +25,7 @@ def pack_rows(rows: Sequence[Row], max_length: int, place: Place) -> Packed:
 def signals_of(rows: Sequence[Row], pack: Pack) -> dict[str, Tensor]:
     """The signals of a pack's documents, each float32 [m] in the order of its targets."""
     by_key = {row.key: row.signals for row in rows}
-    chosen = [by_key[s.episode_id, s.segment] for s in pack.sequences]
+    chosen = [by_key[s.key] for s in pack.sequences]
     return {name: pack.gather([signals[name] for signals in chosen]) for name in chosen[0]}
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from occamy.training.device import Place
     from occamy.training.model import PolicyModel
 
-Values = Mapping[tuple[str, int], NDArray[np.float32]]
+Values = Mapping[tuple[str, str, int], NDArray[np.float32]]
 """(episode id, segment) -> critic values [policy tokens] of the states before each policy token."""
 
 
@@ -56,7 +56,7 @@ def value_metrics(targets: list[Row], values: Values) -> dict[str, float]:
 
 
 def _advantages(experience: Experience, values: Values, config: SaoConfig) -> list[NDArray[np.float64]]:
-    own = [values[s.episode_id, s.segment] for s in experience.sequences]
+    own = [values[s.key] for s in experience.sequences]
     return run_advantages(
         experience.record.reward, own, _policy_masks(experience), gamma=config.gamma, lam=_lambdas(experience, config)
     )
@@ -101,13 +101,13 @@ class Sao:
         rows, about = sao_rows(batch, values, self._config)
         return ([] if step <= self._config.critic.value_only_steps else rows), figures | about
 
-    def _values(self, packed: Packed) -> dict[tuple[str, int], NDArray[np.float32]]:
+    def _values(self, packed: Packed) -> dict[tuple[str, str, int], NDArray[np.float32]]:
         """Values of all sequences of the global batch."""
-        own: dict[tuple[str, int], NDArray[np.float32]] = {}
+        own: dict[tuple[str, str, int], NDArray[np.float32]] = {}
         for pack, flat in zip(packed.packs, self._critic.values(self._policy, packed.packs), strict=True):
             ends = np.cumsum([s.policy_tokens for s in pack.sequences])
             parts = np.split(flat.float().cpu().numpy(), ends[:-1])
-            own |= {(s.episode_id, s.segment): v for s, v in zip(pack.sequences, parts, strict=True)}
+            own |= {s.key: v for s, v in zip(pack.sequences, parts, strict=True)}
         return union_over_ranks(own)
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:

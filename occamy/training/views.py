@@ -16,11 +16,12 @@ ROOT = "root"
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One segment of a root run, with the facts of its episode. Arrays have shape [n]."""
+    """One segment with targets, with the facts of its episode. Arrays have shape [n]."""
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
-    """True where the token is a training target: sampled by the policy or demonstrator in the root run."""
+    """True where the token is a training target: sampled by the policy or demonstrator in the root run, or in a summary
+    that it wrote for itself in a run of its own."""
     logprobs: NDArray[np.float32]
     """Behaviour log-probs, 0 where mask is False or a teacher wrote."""
     versions: NDArray[np.int32]
@@ -39,9 +40,16 @@ class TrainingSequence:
     success: bool
     steps: int
     """Policy turns of the episode's root run."""
+    run: str = ROOT
+    """"root", or the run of a summary that the policy wrote for itself; it stands alone and is worth R(e) too."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Episode, run and segment: tells sequences apart."""
+        return self.episode_id, self.run, self.segment
 
     @property
     def policy_tokens(self) -> int:
@@ -54,7 +62,7 @@ class View:
     """Training sequences and an account of what was left out."""
 
     sequences: tuple[TrainingSequence, ...]
-    """Ordered by episode id, then segment."""
+    """Ordered by episode id, the root run first, then segment."""
     rejected: dict[str, int]
     """Reason -> count, of episodes ("quarantined", "unsuccessful", "other_pool") and segments ("subagent")."""
 
@@ -68,7 +76,8 @@ def training_view(
 ) -> View:
     """Select the segments that may train.
 
-    Quarantined episodes and subagent runs never train; `pool` keeps one task pool; `successful_only` keeps successes.
+    Quarantined episodes and runs without targets (subagents, housekeeping) never train; `pool` keeps one task pool;
+    `successful_only` keeps successes.
     Raises ValueError when a segment belongs to no record, a run lacks one of its segments, arrays differ in length, or
     the first token of a segment is a target (nothing predicts it).
     """
@@ -85,9 +94,14 @@ def training_view(
         if reason := _refusal(record, pool, successful_only):
             rejected[reason] += 1
             continue
-        runs = by_episode[record.episode_id]
-        rejected["subagent"] += sum(s.run != ROOT for s in runs)
-        out.extend(_of_run(record, sorted((s for s in runs if s.run == ROOT), key=lambda s: s.index)))
+        runs: dict[str, list[Segment]] = {ROOT: []}
+        for s in sorted(by_episode[record.episode_id], key=lambda s: s.index):
+            runs.setdefault(s.run, []).append(s)
+        for name, run in runs.items():
+            if name == ROOT or any(s.mask.any() for s in run):
+                out.extend(_of_run(record, name, run))
+            else:
+                rejected["subagent"] += len(run)
     return View(tuple(out), {reason: n for reason, n in sorted(rejected.items()) if n})
 
 
@@ -101,11 +115,11 @@ def _refusal(record: EpisodeRecord, pool: str | None, successful_only: bool) -> 
     return None
 
 
-def _of_run(record: EpisodeRecord, run: list[Segment]) -> list[TrainingSequence]:
+def _of_run(record: EpisodeRecord, name: str, run: list[Segment]) -> list[TrainingSequence]:
     where = f"episode {record.episode_id!r}"
     if [s.index for s in run] != list(range(len(run))) or not run:
         raise ValueError(
-            f"{where}: root segments are {[s.index for s in run]}, expected 0, 1, ...; capture is incomplete"
+            f"{where}: {name} segments are {[s.index for s in run]}, expected 0, 1, ...; capture is incomplete"
         )
     counts = [int(s.mask.sum()) for s in run]
     out = []
@@ -129,6 +143,7 @@ def _of_run(record: EpisodeRecord, run: list[Segment]) -> list[TrainingSequence]
                 reward=record.reward,
                 success=record.success,
                 steps=record.steps,
+                run=name,
             )
         )
     return out

@@ -37,10 +37,27 @@ def test_quarantined_other_pool_unsuccessful_and_subagents_are_left_out_and_coun
         make_record("d", success=False),
     ]
     segments = [make_segment(e, [1, 2], [0, 1]) for e in "abcd"]
-    segments.append(make_segment("a", [1, 2], [0, 1], run="child-1"))
+    segments.append(make_segment("a", [1, 2], [0, 0], run="child-1"))
     view = training_view(records, segments, pool="long", successful_only=True)
     assert [s.episode_id for s in view.sequences] == ["a"]
     assert view.rejected == {"other_pool": 1, "quarantined": 1, "subagent": 1, "unsuccessful": 1}
+
+
+def test_a_summary_that_the_policy_wrote_trains_as_a_run_of_its_own(
+    make_record: Record, make_segment: MakeSegment
+) -> None:
+    segments = [
+        make_segment("a", [1, 2, 3], [0, 1, 1], run="aux-compression-0"),
+        make_segment("a", [1, 2], [0, 1]),
+        make_segment("a", [1, 4], [0, 1], index=1),
+    ]
+    sequences = training_view([make_record("a", reward=0.5)], segments).sequences
+    assert [s.key for s in sequences] == [("a", "root", 0), ("a", "root", 1), ("a", "aux-compression-0", 0)]
+    assert [(s.policy_tokens_run, s.policy_tokens_later, s.reward) for s in sequences] == [
+        (2, 1, 0.5),
+        (2, 0, 0.5),
+        (2, 0, 0.5),
+    ]
 
 
 def _first_is_target(segment: Segment) -> dict[str, Any]:
