@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from occamy.training.model import PolicyModel
 
 Values = Mapping[tuple[str, str, int], NDArray[np.float32]]
-"""(episode id, segment) -> critic values [policy tokens] of the states before each policy token."""
+"""Key of a sequence -> critic values [policy tokens] of the states before each policy token."""
 
 
 def target_rows(batch: AdmittedBatch, config: SaoConfig) -> list[Row]:

@@ -66,15 +66,15 @@ def test_signals_follow_the_groups_whatever_the_order_of_the_batch(experience: C
     by_key = {row.key: row.signals for row in rows}
     magnitude = 0.5 / (np.sqrt(1 / 3) + 1e-6)  # episode a2 counts once, though it has two segments
     for key, accuracy, efficiency in [
-        (("a0", 0), magnitude, 1 / 3),
-        (("a1", 0), magnitude, -1 / 3),
-        (("a2", 0), -magnitude, 0),
-        (("a2", 1), -magnitude, 0),
-        (("b0", 0), 0, 0),
+        (("a0", "root", 0), magnitude, 1 / 3),
+        (("a1", "root", 0), magnitude, -1 / 3),
+        (("a2", "root", 0), -magnitude, 0),
+        (("a2", "root", 1), -magnitude, 0),
+        (("b0", "root", 0), 0, 0),
     ]:
         np.testing.assert_allclose(by_key[key]["accuracy"], accuracy, rtol=1e-6)
         np.testing.assert_allclose(by_key[key]["efficiency"], efficiency, rtol=1e-6)
-    assert len(by_key["a2", 1]["accuracy"]) == 3
+    assert len(by_key["a2", "root", 1]["accuracy"]) == 3
     assert metrics == {"groups": 2, "groups_with_accuracy": 1, "groups_with_efficiency": 1}
 
 
@@ -89,7 +89,7 @@ def test_normalisers_count_all_policy_tokens_and_those_of_the_stratum(experience
         step=1,
     )
     assert algorithm.totals(rows) == {"tokens": 16, "stratum_tokens": 5}
-    assert [row.key for row in rows if algorithm.silent(row)] == [("b0", 0)]
+    assert [row.key for row in rows if algorithm.silent(row)] == [("b0", "root", 0)]
 
 
 @pytest.mark.parametrize(("cost", "efficient"), [("turns", "a0"), ("tool_calls", "a1"), ("tokens", "a2")])

@@ -55,16 +55,16 @@ def test_time_runs_over_policy_tokens_and_the_reward_sits_on_the_last_one(
     experience: Callable[..., Experience],
 ) -> None:
     batch = AdmittedBatch((experience("e", [0, 1, 1, 0, 0, 1, 1, 0]),), {})
-    got = advantages(batch, {("e", 0): [0.1, 0.2, 0.3, 0.4]}, lambda_fixed=1.0)
+    got = advantages(batch, {("e", "root", 0): [0.1, 0.2, 0.3, 0.4]}, lambda_fixed=1.0)
     assert got[0] == pytest.approx([0.9, 0.8, 0.7, 0.6])
 
 
 def test_segments_are_corrected_by_the_policy_tokens_after_them(experience: Callable[..., Experience]) -> None:
     whole = AdmittedBatch((experience("e", [0, 1, 1, 1, 1, 1]),), {})
     split = AdmittedBatch((experience("e", [0, 1, 1], [0, 0, 1], [0, 1, 1]),), {})
-    zeros = {("e", 0): [0, 0], ("e", 1): [0], ("e", 2): [0, 0]}
+    zeros = {("e", "root", 0): [0, 0], ("e", "root", 1): [0], ("e", "root", 2): [0, 0]}
     expected = [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0]
-    assert advantages(whole, {("e", 0): [0] * 5}, **LAST)[0] == pytest.approx(expected)
+    assert advantages(whole, {("e", "root", 0): [0] * 5}, **LAST)[0] == pytest.approx(expected)
     assert [a for part in advantages(split, zeros, **LAST) for a in part] == pytest.approx(expected)
 
 
@@ -73,7 +73,7 @@ def test_adaptive_lambda_takes_the_length_of_the_run_or_of_the_segment(
     experience: Callable[..., Experience], scope: str, lam: float
 ) -> None:
     batch = AdmittedBatch((experience("e", [0, 1, 1], [0, 1, 1]),), {})
-    got = advantages(batch, {("e", 0): [0, 0], ("e", 1): [0, 0]}, lambda_scope=scope)
+    got = advantages(batch, {("e", "root", 0): [0, 0], ("e", "root", 1): [0, 0]}, lambda_scope=scope)
     assert got[1] == pytest.approx([lam, 1.0])
     assert got[0] == pytest.approx([lam**3, lam**2])
 
@@ -90,7 +90,7 @@ def test_critic_learns_the_return_of_every_segment(experience: Callable[..., Exp
 
 def test_advantages_are_plain_unless_normalisation_is_asked_for(experience: Callable[..., Experience]) -> None:
     batch = AdmittedBatch((experience("a", [0, 1], reward=1.0), experience("b", [0, 1], reward=0.0)), {})
-    values = {("a", 0): [0.25], ("b", 0): [0.25]}
+    values = {("a", "root", 0): [0.25], ("b", "root", 0): [0.25]}
     assert advantages(batch, values) == [[0.75], [-0.25]]
     scaled = advantages(batch, values, normalise_advantages=True)
     assert scaled == [[pytest.approx(1.0, abs=0.01)], [pytest.approx(-1.0, abs=0.01)]]
