@@ -1,0 +1,1 @@
+"""Kubernetes operators. They import `occamy.contracts` and `occamy.sandboxes` only."""

@@ -1,0 +1,142 @@
+"""The few calls to the API server that the operator makes, with failures told apart by what they mean for a write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import kopf
+
+from operators.sandbox.models import GROUP, VERSION
+
+_TIMEOUT_S = 15.0
+"""For one call. Our choice."""
+_CONNECTIONS = 32
+MERGE = "application/merge-patch+json"
+
+
+class ApiError(Exception):
+    """The API server said no. Nothing was written."""
+
+    def __init__(self, status: int, reason: str, message: str, retry_s: float | None = None) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status, self.reason, self.message, self.retry_s = status, reason, message, retry_s
+
+
+class NotFound(ApiError):
+    """No such object."""
+
+
+class Conflict(ApiError):
+    """The object is not the version or the UID that was meant."""
+
+
+class Exists(ApiError):
+    """The name is taken."""
+
+
+class Refused(ApiError):
+    """Quota, validation or permission: the same request will be refused again."""
+
+
+class Unclear(Exception):
+    """There was no answer, or none that tells: the write may or may not have happened, or may yet happen."""
+
+
+class Api:
+    """A session with the API server as the operator's own identity."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._server = ""
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """One request; a PATCH is a merge patch. Raises ApiError and its kinds, Unclear."""
+        answer = await self._once(method, path, body, query)
+        if answer[0] == 401:  # tokens of service accounts are renewed on disk
+            await self.close()
+            answer = await self._once(method, path, body, query)
+        status, headers, text = answer
+        if status < 400:
+            found: dict[str, Any] = json.loads(text)
+            return found
+        raise failure(status, text, headers.get("Retry-After"))
+
+    async def _once(
+        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": MERGE if method == "PATCH" else "application/json"}
+        session = self._open()
+        try:
+            async with session.request(
+                method, self._server + path, data=data, headers=headers, params=query
+            ) as response:
+                return response.status, response.headers, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            raise Unclear(f"{method} {path}: {type(e).__name__}: {e}") from e
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            info = connection()
+            self._server = info.server.rstrip("/")
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=info.as_ssl_context(), keepalive_timeout=60),
+                headers=info.as_http_headers(),
+                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+            )
+        return self._session
+
+
+def connection() -> kopf.ConnectionInfo:
+    """How to reach the API server: as the pod's service account, or by KUBECONFIG. Raises kopf.LoginError."""
+    settings = kopf.OperatorSettings()
+    info = kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+    if info is None:
+        raise kopf.LoginError("neither a service account is mounted nor does KUBECONFIG name a file")
+    return info
+
+
+def failure(status: int, text: bytes, retry_after: str | None) -> Exception:
+    """What an answer of 400 and above means."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = {}
+    reason, message = said.get("reason", ""), said.get("message", text[:300].decode(errors="replace"))
+    if status >= 500:
+        return Unclear(f"{status} {reason}: {message}")
+    if status == 429:
+        return ApiError(status, reason, message, float(retry_after) if retry_after and retry_after.isdecimal() else 1.0)
+    kinds = {404: NotFound, 403: Refused, 422: Refused, 400: Refused}
+    kind = kinds.get(status, ApiError)
+    if status == 409:
+        kind = Exists if reason == "AlreadyExists" else Conflict
+    return kind(status, reason, message)
+
+
+def path(kind: str, namespace: str | None = None, name: str | None = None, sub: str | None = None) -> str:
+    """URL path of a kind by its plural, of an object, of a subresource."""
+    roots = {
+        "pods": "/api/v1",
+        "secrets": "/api/v1",
+        "events": "/api/v1",
+        "networkpolicies": "/apis/networking.k8s.io/v1",
+        "sandboxtemplates": "/apis/extensions.agents.x-k8s.io/v1beta1",
+        "sandboxwarmpools": "/apis/extensions.agents.x-k8s.io/v1beta1",
+        "sandboxclaims": "/apis/extensions.agents.x-k8s.io/v1beta1",
+        "sandboxes": "/apis/agents.x-k8s.io/v1beta1",
+    }
+    root = roots.get(kind, f"/apis/{GROUP}/{VERSION}")
+    parts = [root, *(("namespaces", namespace) if namespace else ()), kind, *(p for p in (name, sub) if p)]
+    return "/".join(parts)

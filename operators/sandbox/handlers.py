@@ -1,0 +1,82 @@
+"""kopf's part: it watches, and every event goes into the cache and the queue. No decision is made here.
+
+Only low-level event handlers are used. They write nothing to the objects, so that there is no annotation to outgrow
+its limit and no finalizer: kopf's timers and daemons would add one, and deleting must work with the operator down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+
+from operators.sandbox import metrics
+from operators.sandbox.api import Api, connection
+from operators.sandbox.health import Freshness
+from operators.sandbox.models import GROUP, VERSION
+from operators.sandbox.reconcile import Reconciler
+from operators.sandbox.snapshots import judge_snapshot
+from operators.sandbox.views import POOL_LABEL, Lease, Pod, Pool
+
+
+def make_registry(api: Api, reconciler: Reconciler, freshness: Freshness) -> kopf.OperatorRegistry:
+    """Handlers of the four kinds that are watched."""
+    registry = kopf.OperatorRegistry()
+    cache, pods = reconciler.cache, reconciler.pods
+
+    @kopf.on.login(registry=registry)
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        return connection()
+
+    @kopf.on.event(GROUP, VERSION, "sandboxpools", registry=registry)
+    async def pool(event: Any, **_: Any) -> None:
+        seen, gone = Pool.parse(event["object"]), event["type"] == "DELETED"
+        freshness.told("sandboxpools", seen.uid, seen.version, gone)
+        if not gone and cache.pools.put(seen):
+            reconciler.pool_changed(seen)
+        elif gone and cache.pools.drop(seen.uid):
+            pods.forget_pool(seen.uid)
+            metrics.forget_pool(seen)
+
+    @kopf.on.event(GROUP, VERSION, "sandboxleases", registry=registry)
+    async def lease(event: Any, **_: Any) -> None:
+        seen, gone = Lease.parse(event["object"]), event["type"] == "DELETED"
+        freshness.told("sandboxleases", seen.uid, seen.version, gone)
+        if not gone and cache.leases.put(seen):
+            reconciler.lease_changed(seen)
+        elif gone and cache.leases.drop(seen.uid):
+            reconciler.lease_gone(seen)
+
+    @kopf.on.event("", "v1", "pods", labels={POOL_LABEL: kopf.PRESENT}, registry=registry)
+    async def pod(event: Any, **_: Any) -> None:
+        seen, gone = Pod.parse(event["object"]), event["type"] == "DELETED"
+        freshness.told("pods", seen.uid, seen.version, gone)
+        if gone:
+            pods.forget(seen.uid)
+        if cache.pods.drop(seen.uid) if gone else cache.pods.put(seen):
+            reconciler.pod_changed(seen)
+
+    @kopf.on.event(GROUP, VERSION, "sandboxsnapshots", registry=registry)
+    async def snapshot(event: Any, **_: Any) -> None:
+        if event["type"] != "DELETED":
+            await judge_snapshot(api, event["object"])
+
+    return registry
+
+
+def make_settings() -> kopf.OperatorSettings:
+    """How kopf behaves: no events of its own, bounded work, and no giving up while the API server is away."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False  # transitions are posted by the operator itself
+    settings.scanning.disabled = True  # needs no right to list CRDs and namespaces
+    settings.peering.standalone = True  # one replica, Recreate
+    settings.watching.label_selectors["", "v1", "pods"] = POOL_LABEL
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 330
+    settings.watching.connect_timeout = 10
+    settings.watching.inactivity_timeout = 90
+    settings.networking.request_timeout = 30
+    settings.networking.error_backoffs = [0.2, 0.5, 1, 2, *[5] * 720]
+    settings.queueing.error_delays = [0.5, 1, 2, 5]
+    settings.persistence.finalizer = f"{GROUP}/unused"
+    return settings
