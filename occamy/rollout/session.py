@@ -35,6 +35,7 @@ from occamy.rollout.config import RolloutConfig
 from occamy.rollout.episode import EpisodeResult, Place, run_episode
 from occamy.rollout.evidence import Evidence, EvidenceStore
 from occamy.rollout.jobs import EpisodeJob
+from occamy.rollout.spelling import SpelledTeacher
 from occamy.sandboxes.local import LocalBackend
 
 if TYPE_CHECKING:  # an extra that only agent programs need
@@ -73,7 +74,11 @@ class RolloutSession:
         asked: str | None = None,
     ) -> None:
         """`checkpoint` gives tokenizer and template; `asked`, a digest, tells what else decides the episodes (jobs,
-        weights). Raises SessionError when `folder` was begun with other ones."""
+        weights). Raises SessionError when `folder` was begun with other ones, and ValueError when an agent program
+        needs a longer context than `config` gives."""
+        if isinstance(harness, AdapterHarness):
+            harness.check_context(config.context_limit)
+            teacher = teacher and SpelledTeacher(teacher, harness.adapter.tools)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._config = config

@@ -6,17 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from occamy.capture.backends import Teacher
 from occamy.contracts.episode import EpisodeRecord
 from occamy.contracts.record import digest
 from occamy.contracts.task import TaskContract
-from occamy.harness.adapters.launch import AdapterHarness
 from occamy.harness.assignment import Harness
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.jobs import make_jobs
 from occamy.rollout.oracle import OracleTeacher
 from occamy.rollout.session import RolloutSession
-from occamy.rollout.spelling import SpelledTeacher
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ def play(
 ) -> list[EpisodeRecord]:
     """Run `trials` attempts at each task in the session `folder` and seal them there. Resumable, like any session.
 
-    Raises ValueError when the harness needs a longer context than `config` gives, SessionError, RolloutStopped.
+    Raises what a session raises.
     """
     teaching = sampler.engine_url is None
     jobs = list(
@@ -58,10 +55,6 @@ def play(
         )
     )
     oracle = OracleTeacher(0.0)
-    teacher: Teacher | None = oracle if teaching else None
-    if isinstance(harness, AdapterHarness):
-        harness.check_context(config.context_limit)
-        teacher = SpelledTeacher(oracle, harness.adapter.tools) if teaching else None
     for job in jobs:
         oracle.enrol(job)
     asked = digest([job.digest() for job in jobs])
@@ -71,7 +64,7 @@ def play(
         engine_url=sampler.engine_url,
         harness=harness,
         config=config,
-        teacher=teacher,
+        teacher=oracle if teaching else None,
         asked=asked,
     )
     with session:

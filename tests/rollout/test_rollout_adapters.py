@@ -20,7 +20,8 @@ from occamy.contracts.task import Budget, TaskContract
 from occamy.harness.adapters.declaration import ToolSource
 from occamy.harness.adapters.stand_in import serve
 from occamy.harness.loading import load, load_composition
-from occamy.rollout.config import RolloutConfig
+from occamy.rollout.config import DemonstrationConfig, RolloutConfig
+from occamy.rollout.demonstrate import demonstrate
 from occamy.rollout.episode import EpisodeResult
 from occamy.rollout.jobs import EpisodeJob
 from occamy.rollout.session import RolloutSession
@@ -256,3 +257,20 @@ def test_a_service_that_is_not_there_or_answers_nonsense_is_infrastructure(
     assert "ClientConnectorError" in error("refused")
     monkeypatch.setenv("OCCAMY_ACCIO_WORK_URL", policy.url)
     assert "no run answer" in error("nonsense")
+
+
+def test_a_context_too_short_for_the_program_is_refused_before_anything_runs(
+    chatml: Path, policy: Any, tmp_path: Path
+) -> None:
+    path = toy(tmp_path / "toy")
+    path.write_text(path.read_text() + "minimum_context: 100000\n")
+    with pytest.raises(ValueError, match="context of 100000 tokens or more"):
+        RolloutSession(tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=load(path), config=CONFIG)
+
+
+def test_demonstrations_run_under_agent_programs_too(release: Path, checkpoint: Path, tmp_path: Path) -> None:
+    config = DemonstrationConfig(
+        pool="short", limit=2, rollout=CONFIG.model_copy(update={"harness": str(toy(tmp_path / "toy"))})
+    )
+    manifest = demonstrate(release, checkpoint, tmp_path / "out", config, 1)
+    assert manifest.counts["demonstrations"].admitted == 2

@@ -127,7 +127,9 @@ class AdapterHarness:
         home = (await sandbox.exec(["sh", "-c", 'printf %s "$HOME"'])).stdout.decode()
         places = self._places(task, access, home, str(sandbox.workspace))
         config = {path: _written(path, fill(data, places)) for path, data in launch.config.items()}
-        await sandbox.exec(["tar", "-xf", "-", "-C", home], stdin=_packed(config | self._scripts))
+        unpacked = await sandbox.exec(["tar", "-xf", "-", "-C", home], stdin=_packed(config | self._scripts))
+        if unpacked.exit_code != 0:
+            return Ended(Outcome.infra_failed, error=f"no home for the program: {unpacked.stderr.decode()[-200:]}")
         result = await sandbox.exec(
             fill(launch.argv, places),
             env=fill(launch.env, places),
