@@ -23,7 +23,7 @@ def recognise(
     `known` are the fingerprints of the history's last request; message `answered` is the answer to that, -1 if the
     request does not hold it. The request must keep the system message and the order of what it keeps; everything else
     in it is a declared summary, a message cut as declared, or new and at the end. Without a new summary only trailers
-    may be missing. Returns None if it is anything else.
+    may be missing, and the answer where trailers came in its place. Returns None if it is anything else.
     """
     places = [p[: PRINT // 2] for p in known]
     if places and places[0] == SYSTEM and prints[0] != known[0]:
@@ -52,7 +52,8 @@ def recognise(
     missing += range(at, len(known))
     if summaries:
         return "summary_replacement"
-    return "history_pruning" if (cut or missing) and all(places[i] == TRAILER for i in missing) else None
+    dropped = bool(new) and all(is_marked(m, rules.trailers) for m in new)
+    return "history_pruning" if (cut or missing or dropped) and all(places[i] == TRAILER for i in missing) else None
 
 
 def overlap(known: Sequence[bytes], prints: Sequence[bytes]) -> int:

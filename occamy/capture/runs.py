@@ -53,6 +53,7 @@ class Runs:
     def __init__(self, rules: CaptureRules, appendable: frozenset[str], given: Mapping[str, GivenCall]) -> None:
         self._rules, self._appendable, self._given = rules, appendable, given
         self._auxiliaries = {a.run: a.purpose for a in rules.auxiliaries}
+        self._asked = {a.run for a in rules.auxiliaries if a.asks is not None}
         self._runs: dict[str, Run] = {}
         self._answers: dict[tuple[str, bytes], tuple[Step, int]] = {}
         self._heard: dict[str, set[bytes]] = {}
@@ -127,7 +128,7 @@ class Runs:
     def _start_or_fork(self, request: Request, last: int) -> Opening:
         """A child or a housekeeping call may begin afresh, or from the history of another role's run."""
         opening = self.start(request.role)
-        if last < 0 or opening.prefix is Prefix.unexplained:
+        if last < 0 or opening.prefix is Prefix.unexplained or request.role in self._asked:
             return opening
         if not self._appends(request, last):
             return self._stray()

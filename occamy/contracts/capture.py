@@ -40,6 +40,8 @@ class Auxiliary(Record):
     """Last part of the base URL before ``/v1``."""
     purpose: Literal["summary", "title", "memory", "other"]
     """What it is for. Only a summary may train: it is written by the policy and changes what the policy sees."""
+    asks: Marked | None = None
+    """Last message of such a call where it comes on the root's address, from whatever history."""
 
 
 class CaptureRules(Record):

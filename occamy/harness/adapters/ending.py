@@ -27,7 +27,8 @@ def read_ending(ending: Ending, result: ExecResult, report: bytes | None) -> End
     """Read how a command ended. `report` is its report file, None when it wrote none.
 
     completed: a final text. agent_failed: the program says so, gave no text, or its tree broke a limit of the sandbox.
-    timed_out: the wall deadline. infra_failed: it crashed, or left no report though it should have.
+    timed_out: the wall deadline. infra_failed: it crashed, also with the status of a failure but without the
+    JSON that tells of it, or left no report though it should have.
     """
     if result.limit:
         return Ended(Outcome.agent_failed, error=f"killed: too much of {result.limit}")
@@ -38,12 +39,12 @@ def read_ending(ending: Ending, result: ExecResult, report: bytes | None) -> End
     if ending.report and report is None:
         return Ended(Outcome.infra_failed, error=f"the program left no {ending.report}: {_last(result)}")
     outcome = ending.codes[result.exit_code]
+    said = _read_json(result.stdout) if ending.answer else result.stdout.decode(errors="replace")
     if outcome is not Outcome.completed:
-        return Ended(outcome, error=_last(result))
+        return Ended(Outcome.infra_failed if said is None else outcome, error=_last(result))
     if ending.failed and dig(_read_json(report or b""), ending.failed) is True:
         return Ended(Outcome.agent_failed, error=f"the program reports a failed run: {_last(result)}")
-    said = result.stdout.decode(errors="replace")
-    answer = dig(_read_json(result.stdout), ending.answer) if ending.answer else said
+    answer = dig(said, ending.answer) if ending.answer else said
     if not isinstance(answer, str) or not answer.strip():
         return Ended(Outcome.agent_failed, error="the final answer is empty")
     if answer.startswith(ending.no_answer):

