@@ -32,6 +32,7 @@ class Change(StrEnum):
     token = "token"
     logprob = "logprob"
     mask = "mask"
+    origin = "origin"
     weight_version = "weight_version"
     missing_turn = "missing_turn"
     total = "total"
@@ -41,6 +42,7 @@ _REASONS = {
     Change.token: QuarantineReason.token_mismatch,
     Change.logprob: QuarantineReason.token_mismatch,
     Change.mask: QuarantineReason.token_mismatch,
+    Change.origin: QuarantineReason.token_mismatch,
     Change.weight_version: QuarantineReason.mixed_weight_versions,
     Change.missing_turn: QuarantineReason.incomplete_capture,
     Change.total: QuarantineReason.incomplete_capture,
@@ -84,7 +86,7 @@ def check_capture(
     """Compare segments with the turns they were made of, and both with the totals of the record.
 
     Each segment must be, turn by turn, new prompt tokens and then what one recorded attempt sampled, with that
-    attempt's log-probs and versions, and no target beside it.
+    attempt's log-probs and versions, with the origin of each, and no target beside it.
     """
     findings = [*_totals(record, segments, turns)]
     answered = {(t.ordinal, t.attempt): t for t in turns}
@@ -138,9 +140,11 @@ def _compare(segment: Segment, chain: Chain, answered: Mapping[tuple[int, int], 
             note = f"{len(segment.tokens)} tokens in all, {min(whole)} recorded"
             yield _finding(Change.missing_turn, segment, turn, at, f"turn {first.ordinal}", "other tokens", note=note)
             return
-        mask, logprobs, versions = _expected(segment, used, answered.get((first.parent_ordinal, first.parent_attempt)))
         yield from _differing(Change.token, segment, turn, at, tokens, segment.tokens[at:end])
-        yield from _differing(Change.mask, segment, turn, at, mask, segment.mask[at:end])
+        parent = answered.get((first.parent_ordinal, first.parent_attempt))
+        origin, logprobs, versions = _expected(segment, turn, used, parent)
+        yield from _differing(Change.origin, segment, turn, at, origin, segment.origin[at:end])
+        yield from _differing(Change.mask, segment, turn, at, origin == Origin.SAMPLED, segment.mask[at:end])
         yield from _differing(Change.logprob, segment, turn, at, logprobs, segment.logprobs[at:end])
         yield from _differing(Change.weight_version, segment, turn, at, versions, segment.versions[at:end])
         at = end
@@ -150,20 +154,22 @@ def _compare(segment: Segment, chain: Chain, answered: Mapping[tuple[int, int], 
 
 
 def _expected(
-    segment: Segment, used: LedgerTurn, parent: LedgerTurn | None
+    segment: Segment, turn: int, used: LedgerTurn, parent: LedgerTurn | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mask, log-probs and versions that a turn leaves in its segment, prompt first.
+    """Origin, log-probs and versions that a turn leaves in its segment, prompt first.
 
     A fork holds those of the answer that it goes on from when no other segment does.
     """
     new, size = len(used.delta), len(used.delta) + len(used.output)
-    mask, logprobs, versions = np.zeros(size, np.bool_), np.zeros(size, np.float32), np.full(size, -1, np.int32)
-    mask[new:], logprobs[new:], versions[new:] = used.trains, used.logprobs, used.versions
+    origin = np.full(size, Origin.OBSERVED if turn else Origin.INHERITED, np.int8)
+    logprobs, versions = np.zeros(size, np.float32), np.full(size, -1, np.int32)
+    origin[new:] = Origin.SAMPLED if used.trains else Origin.SUBAGENT
+    logprobs[new:], versions[new:] = used.logprobs, used.versions
     if parent is not None:
         own = slice(parent.prompt_tokens, parent.prompt_tokens + len(parent.output))
         if (segment.origin[own] == Origin.SUBAGENT).all():
-            logprobs[own], versions[own] = parent.logprobs, parent.versions
-    return mask, logprobs, versions
+            origin[own], logprobs[own], versions[own] = Origin.SUBAGENT, parent.logprobs, parent.versions
+    return origin, logprobs, versions
 
 
 def _lengths(chain: Chain) -> set[int]:
@@ -183,6 +189,8 @@ def _used(segment: Segment, attempts: list[LedgerTurn]) -> LedgerTurn:
 def _differing(
     kind: Change, segment: Segment, turn: int, at: int, recorded: np.ndarray, found: np.ndarray
 ) -> Iterator[TokenFinding]:
+    if np.array_equal(recorded, found):
+        return
     shared = min(len(recorded), len(found))
     where = np.flatnonzero(recorded[:shared] != found[:shared])
     if len(where):

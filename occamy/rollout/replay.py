@@ -96,6 +96,8 @@ def _drift(record: EpisodeRecord, evidence: Evidence, contract: TaskContract) ->
 def _call(episode_id: str, world: World, event: Event, logged_files: bool) -> Iterator[StateFinding]:
     world.call(event.name, event.arguments)
     again = world.events[-1]
+    if event == again:
+        return
     place = episode_id, event.ordinal, _named(event)
     if event.clock != again.clock:
         yield StateFinding(Drift.clock, *place, event.clock, again.clock)

@@ -102,6 +102,7 @@ def test_segments_that_are_what_their_turns_say_pass() -> None:
         ("logprobs", 0, 5, -0.1, Change.logprob, 1, 0.0),
         ("mask", 0, 5, True, Change.mask, 1, False),
         ("mask", 1, 2, False, Change.mask, 0, True),
+        ("origin", 0, 5, I, Change.origin, 1, O),
         ("versions", 1, 2, 3, Change.weight_version, 0, 4),
     ],
 )
@@ -179,7 +180,7 @@ def test_a_fork_holds_the_answer_that_it_goes_on_from_once() -> None:
 def test_any_single_change_is_found(data: st.DataObject) -> None:
     index = data.draw(st.integers(0, 1))
     place = SEGMENTS[index]
-    name = data.draw(st.sampled_from(["tokens", "mask", "logprobs", "versions"]))
+    name = data.draw(st.sampled_from(["tokens", "mask", "logprobs", "versions", "origin"]))
     at = data.draw(st.integers(0, len(place.tokens) - 1))
     old = getattr(place, name)[at].item()
     value = not old if name == "mask" else old + data.draw(st.sampled_from([-2, -1, 1, 2]))
