@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
@@ -15,6 +16,8 @@ LabelValue = Annotated[str, Field(max_length=63, pattern=r"^(([A-Za-z0-9][-A-Za-
 Quantity = Annotated[str, Field(max_length=20, pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Path = Annotated[str, Field(min_length=2, max_length=255, pattern=r"^(/[A-Za-z0-9_.-]+)+$")]
+PINNED = "^[^@]+@sha256:[0-9a-f]{64}$|^([^@]*/)?[^@/:]+:[A-Za-z0-9_][A-Za-z0-9_.-]*$"
+"""An image reference that names one build: by digest, or by a tag."""
 Text = Annotated[str, Field(max_length=1024)]
 
 
@@ -94,10 +97,9 @@ class Template(Resource):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "self.image.matches('.*(@sha256:[0-9a-f]{64}|:[A-Za-z0-9_][A-Za-z0-9_.-]*)$')"
-            " && !self.image.endsWith(':latest')",
+            f"self.image.matches('{PINNED}') && !self.image.endsWith(':latest')",
             "image must be pinned by a tag other than latest, or by digest",
-            lambda s: pinned(s.image),
+            lambda s: re.search(PINNED, s.image) is not None and not s.image.endswith(":latest"),
         ),
         Rule(
             "self.isolation == 'container' || has(self.runtimeClassName)",
@@ -105,15 +107,6 @@ class Template(Resource):
             lambda s: s.isolation is Isolation.container or s.runtime_class_name is not None,
         ),
     )
-
-
-def pinned(image: str) -> bool:
-    """Whether an image reference names one build: a tag other than latest, or a digest."""
-    name, _, digest = image.partition("@sha256:")
-    if digest:
-        return len(digest) == 64 and not set(digest) - set("0123456789abcdef")
-    _, _, tag = name.rpartition("/")[2].partition(":")
-    return bool(tag) and tag != "latest"
 
 
 class Peer(Resource):
