@@ -15,7 +15,10 @@ from tokenizers.models import WordLevel
 from occamy.contracts.episode import Segment
 
 _ROLE = re.compile(r"^<\|?[a-z_]+\|?>$")
-_CLOSERS = {"<end>", "<|im_end|>", "</s>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"}
+_NO_ROLES = {
+    *("<end>", "<|im_end|>", "</s>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<s>", "<pad>", "<unk>", "<|begin_of_text|>", "<|python_tag|>"),
+}
 _NAMED = {"<|im_start|>": "\n", "<|start_header_id|>": "<|end_header_id|>"}
 """Tokens after which the role follows as text, and what ends it."""
 
@@ -91,7 +94,7 @@ def _openings(reader: Reader, ids: list[int]) -> Iterator[tuple[str, int, int]]:
                 name += reader.text([ids[at]])
                 at += 1
             yield name.removesuffix(_NAMED[word]).strip(), begin, at
-        elif _ROLE.match(word) and word not in _CLOSERS:
+        elif _ROLE.match(word) and word not in _NO_ROLES:
             yield word.strip("<|>"), begin, at
 
 
