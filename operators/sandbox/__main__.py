@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--debug", action="store_true", help="log what kopf does as well")
     args = parser.parse_args(argv)
     kopf.configure(debug=args.debug, log_format=kopf.LogFormat.JSON)
+    if not args.debug:
+        logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # it tells of every event
     asyncio.run(run(args.namespace, args.host, args.port, args.resync_seconds))
 
 

@@ -80,6 +80,7 @@ KINDS = (POOL, LEASE, SNAPSHOT)
 def structural(model: type[Resource]) -> dict[str, Any]:
     """The model's JSON schema as a structural schema of apiextensions v1: nothing by reference, no null, no title.
 
+    An empty text is no default here: API server 1.20 takes it for null.
     Raises ValueError for a union, which such a schema cannot express.
     """
     schema = model.model_json_schema(by_alias=True)
@@ -96,7 +97,7 @@ def _inline(node: dict[str, Any], defs: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"a union of {len(choices)} types has no structural schema: {node}")
         rest = {k: v for k, v in node.items() if k not in ("anyOf", "default")}
         return _inline({**choices[0], **rest}, defs)
-    out = {k: v for k, v in node.items() if k not in _DROPPED and not (k == "default" and v is None)}
+    out = {k: v for k, v in node.items() if k not in _DROPPED and not (k == "default" and v in (None, ""))}
     if "properties" in node:
         out["properties"] = {name: _inline(child, defs) for name, child in node["properties"].items()}
         if isinstance(node.get("default"), dict):

@@ -113,10 +113,15 @@ def _hold_one(lease: Lease, seen: LeaseObserved, now: float) -> LeasePlan:
     return _get(lease, seen, now)
 
 
+def takes_warm(spec: LeaseSpec) -> bool:
+    """Whether a pod that runs already can honour the lease."""
+    return spec.launch is not Launch.cold and spec.overrides is None
+
+
 def _get(lease: Lease, seen: LeaseObserved, now: float) -> LeasePlan:
     """A warm pod where that is wanted and honoured, else a new one."""
     assert lease.spec is not None
-    if lease.spec.launch is not Launch.cold and lease.spec.overrides is None and seen.candidates:
+    if takes_warm(lease.spec) and seen.candidates:
         return LeasePlan(claim=seen.candidates)
     if lease.spec.launch is Launch.warm:
         return wait(lease, "NoWarmPod", "waits for a warm pod", now)

@@ -15,7 +15,7 @@ from operators.sandbox import metrics, resources
 from operators.sandbox.api import Api, ApiError, Conflict, Exists, NotFound, Refused, Unclear, path
 from operators.sandbox.cache import Cache
 from operators.sandbox.hardening import require_hardened
-from operators.sandbox.plan_lease import LeaseObserved
+from operators.sandbox.plan_lease import LeaseObserved, takes_warm
 from operators.sandbox.plan_pool import Deletion, Hold, Observed, claimable, free_slots
 from operators.sandbox.views import LEASE_UID_LABEL, Lease, Pod, Pool
 
@@ -63,9 +63,9 @@ class Pods:
         """What planning of a lease reads. Its cost does not grow with pods that are held."""
         own = self.cache.pods.where("lease", lease.uid)
         deleting = frozenset(self.deleting)
-        if pool is None or pool.spec is None or own:
+        if pool is None or pool.spec is None or lease.spec is None or own:
             return LeaseObserved(pool=pool, own=own, deleting=deleting)
-        idle = self.cache.pods.where("idle", pool.uid)
+        idle = self.cache.pods.where("idle", pool.uid) if takes_warm(lease.spec) else ()
         busy = self.reserved | self.deleting
         candidates = [p for p in idle if p.uid not in busy and claimable(p, pool, now)]
         slots = free_slots(pool.spec, self.observe(pool, now)) if not candidates else []
