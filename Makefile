@@ -1,6 +1,8 @@
 # make run    the whole recipe (PROFILE=laptop SEED=1 OUT=runs/laptop-1 RUN_ARGS=…)
 # make test   lint, types, floors, tests
 # make test-e2e   whole runs through the command line, and kill -9 in every stage (many minutes)
+# make kube-assets   Kubernetes' own programs for tests/cluster, built once from Debian's sources (4 to 15 minutes)
+# make test-node   tests with real pods on this machine (root)
 # make learning-table   three seeds on the test pool; writes docs/results/learning-$(PROFILE).json
 # make bench-capture bench-engine   ratios against a baseline in one run; write docs/results/bench-*.json
 
@@ -23,10 +25,10 @@ SEEDS ?= 1 2 3
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test test-e2e lint learning-table bench-capture bench-engine clean
+.PHONY: help setup run test test-e2e kube-assets test-node lint learning-table bench-capture bench-engine clean
 
 help:
-	@sed -n '1,5s/^# //p' Makefile
+	@sed -n '1,7s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -54,10 +56,16 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -q -n 2 -m "not e2e" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -q -n 2 -m "not e2e and not node" $(PYTEST_ARGS)
 
 test-e2e: $(STAMP)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m e2e $(PYTEST_ARGS)
+
+kube-assets:
+	@"$(PYTHON)" -m tests.cluster.kube_assets
+
+test-node: $(STAMP)
+	$(BIN)/pytest -q -m node tests/cluster $(PYTEST_ARGS)
 
 learning-table: $(STAMP)
 	$(BIN)/occamy learning-table --profile $(PROFILE) --seeds $(SEEDS) --write docs/results/learning-$(PROFILE).json
