@@ -8,17 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from occamy.contracts.outcome import Outcome as Outcome
 from occamy.contracts.record import Record
-
-
-class Outcome(StrEnum):
-    """How an episode ended. Infrastructure failures are never scored."""
-
-    completed = "completed"
-    agent_failed = "agent_failed"
-    timed_out = "timed_out"
-    policy_blocked = "policy_blocked"
-    infra_failed = "infra_failed"
 
 
 class QuarantineReason(StrEnum):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import stat
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from occamy.contracts.record import digest_bytes
 from occamy.sandboxes.paths import link_file, make_folder, open_folder, open_root, parts_of, read_file, write_file
 from occamy.sandboxes.protocol import PathRefused, Snapshot, WorkspaceRefused
 from occamy.sandboxes.watch import BLOCK, DEPTH
@@ -30,14 +31,23 @@ def pack(root: Path, limit: int) -> Snapshot:
     Special files (sockets, pipes, devices) carry no content and are left out. No link is followed. Raises
     WorkspaceRefused when the files have more than `limit` bytes together, or cannot be read.
     """
-    found = survey(root, limit)
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+    stream(root, limit, buffer)
+    return seal(buffer.getvalue())
+
+
+def seal(archive: bytes) -> Snapshot:
+    """An archive with its fingerprint."""
+    return Snapshot(archive=archive, fingerprint=f"sha256:{hashlib.sha256(archive).hexdigest()}")
+
+
+def stream(root: Path, limit: int, sink: IO[bytes]) -> None:
+    """Write the archive that `pack` returns to a file that is only ever appended to."""
+    found = survey(root, limit)
+    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for name in sorted(found):
             with contextlib.suppress(FileNotFoundError):  # removed since, by a process that nobody has stopped
                 _add(tar, root, name, found[name], limit)
-    archive = buffer.getvalue()
-    return Snapshot(archive=archive, fingerprint=digest_bytes(archive))
 
 
 def survey(root: Path, limit: int) -> dict[str, _Entry]:

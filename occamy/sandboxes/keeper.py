@@ -136,8 +136,9 @@ def _become(spec: dict[str, Any], control: socket.socket, channel: socket.socket
         if spec["reach"]:
             _listen(channel, spec["reach"])
         limits = dict(spec["limits"])
-        if os.getuid():  # the kernel counts the user's tasks, and does not hold root to a number
-            limits[str(resource.RLIMIT_NPROC)] += _tasks_of_user()
+        tasks = str(resource.RLIMIT_NPROC)
+        if os.getuid() and tasks in limits:  # the kernel counts the user's tasks, and does not hold root to a number
+            limits[tasks] += _tasks_of_user()
         for which, value in limits.items():
             _, hard = resource.getrlimit(int(which))
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -13,11 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import occamy
-from occamy.sandboxes.config import Limits
 from occamy.sandboxes.protocol import SandboxDied, SandboxError
+
+if TYPE_CHECKING:  # a record of pydantic's, which the agent in a sandbox pod does without
+    from occamy.sandboxes.config import Limits
 
 _KILL_WAIT_S = 10.0
 _DRAIN_S = 0.2  # after the command's exit, background processes may hold its pipes open for ever
@@ -41,6 +43,8 @@ class Launch:
     """Addresses of the host to carry into a network of the command's own; empty leaves the network as it is."""
     status_fd: int | None = None
     """Descriptor on which bwrap tells the command's exit; None when there is no bwrap around it."""
+    own_user: bool = True
+    """Whether the kernel may count processes by user: other sandboxes have users of their own."""
 
 
 class Command:
@@ -177,6 +181,7 @@ async def start(launch: Launch) -> Command:
 
 def _spec(launch: Launch) -> dict[str, Any]:
     limits = launch.limits
+    processes = {resource.RLIMIT_NPROC: limits.processes} if launch.own_user else {}
     return {
         "argv": list(launch.argv),
         "env": launch.env,
@@ -187,7 +192,7 @@ def _spec(launch: Launch) -> dict[str, Any]:
             resource.RLIMIT_CPU: limits.cpu_seconds,
             resource.RLIMIT_DATA: 2 * limits.memory_bytes,  # what is filled is watched
             resource.RLIMIT_FSIZE: limits.file_bytes,
-            resource.RLIMIT_NPROC: limits.processes,
+            **processes,
             resource.RLIMIT_NOFILE: limits.open_files,
             resource.RLIMIT_CORE: 0,
         },

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from occamy.contracts.episode import Outcome
+from occamy.contracts.outcome import Outcome
 
 
 class Isolation(StrEnum):
@@ -18,6 +18,12 @@ class Isolation(StrEnum):
     """Own session, allow-listed environment, resource limits; shares the host's files and network."""
     bubblewrap = "bubblewrap"
     """Own mount, process and network namespaces: no network, read-only system, private /tmp."""
+    container = "container"
+    """A hardened pod: own everything but the kernel, no capabilities, a network policy."""
+    gvisor = "gvisor"
+    """A hardened pod with a kernel in user space."""
+    kata = "kata"
+    """A hardened pod in a virtual machine."""
 
     @property
     def rank(self) -> int:

@@ -1,0 +1,156 @@
+"""The API server as a tenant sees it: credentials from the kubernetes client, calls, watches and streams by aiohttp."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from occamy.sandboxes.protocol import SandboxError
+
+MERGE = "application/merge-patch+json"
+_WATCH_S = 300
+"""Seconds after which a watch is opened anew. Our choice."""
+_SILENCE_S = 30.0
+"""How much longer than that an API server may be silent."""
+_LINE_BYTES = 4 << 20  # an object of at most 1.5 MiB, as JSON
+
+
+class ApiError(SandboxError):
+    """The API server said no. `status` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ApiDown(SandboxError):
+    """The API server did not answer, or answered that it cannot: what was asked may have happened or not."""
+
+
+class Api:
+    """A session with one API server. Made in the event loop that uses it."""
+
+    def __init__(self, kubeconfig: Path | None, context: str | None, seconds: float) -> None:
+        """Reads the credentials. Raises SandboxError without the kubernetes client, or without credentials."""
+        self._config = _credentials(kubeconfig, context)
+        self._server = str(self._config.host).rstrip("/")
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=_ssl_context(self._config), keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=seconds),
+            read_bufsize=_LINE_BYTES,
+        )
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._session.close()
+
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One request; a PATCH is a merge patch. Raises ApiError, ApiDown."""
+        headers = {**await self._headers(), "Content-Type": MERGE if method == "PATCH" else "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            async with self._session.request(method, self._server + path, data=data, headers=headers) as response:
+                text = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            raise ApiDown(f"{method} {path}: {_words(e)}") from e
+        if response.status < 400:
+            found: dict[str, Any] = json.loads(text)
+            return found
+        raise _failure(f"{method} {path}", response.status, text)
+
+    async def watch(self, path: str, selector: str, version: str) -> AsyncIterator[dict[str, Any]]:
+        """Events since a version, until the API server ends the watch. Raises ApiError (410: list again), ApiDown."""
+        query = {
+            "watch": "true",
+            "labelSelector": selector,
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(_WATCH_S),
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_WATCH_S + _SILENCE_S)
+        headers = await self._headers()
+        try:
+            async with self._session.get(
+                self._server + path, params=query, headers=headers, timeout=timeout
+            ) as response:
+                if response.status >= 400:
+                    raise _failure(f"watch {path}", response.status, await response.read())
+                async for line in response.content:
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        raise ApiError(event["object"].get("code", 0), event["object"].get("message", ""))
+                    yield event
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:
+            raise ApiDown(f"watch {path}: {_words(e)}") from e
+
+    async def stream(self, path: str, query: list[tuple[str, str]]) -> aiohttp.ClientWebSocketResponse:
+        """A websocket in the API server's channel protocol. Raises ApiError, ApiDown."""
+        try:
+            return await self._session.ws_connect(
+                self._server + path,
+                params=query,
+                headers=await self._headers(),
+                protocols=("v4.channel.k8s.io",),
+                max_msg_size=0,
+                heartbeat=30.0,
+            )
+        except aiohttp.WSServerHandshakeError as e:
+            raise ApiError(e.status, f"{path}: {e.status} {e.message}") from e
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            raise ApiDown(f"{path}: {_words(e)}") from e
+
+    async def _headers(self) -> dict[str, str]:
+        """Who we are; a token may have to be renewed first, which may run a program."""
+        token = await asyncio.to_thread(self._config.get_api_key_with_prefix, "authorization")
+        return {"Authorization": token} if token else {}
+
+
+def _credentials(kubeconfig: Path | None, context: str | None) -> Any:
+    """A kubernetes.client.Configuration."""
+    try:
+        from kubernetes import client, config  # type: ignore[import-untyped]
+    except ModuleNotFoundError as e:
+        raise SandboxError(f"sandboxes in a cluster need the kubernetes client ({e}); install kubernetes") from e
+    found = client.Configuration()
+    try:
+        if kubeconfig is None and context is None:
+            try:
+                config.load_incluster_config(client_configuration=found)
+                return found
+            except config.ConfigException:
+                pass  # not in a pod
+        config.load_kube_config(
+            config_file=str(kubeconfig) if kubeconfig else None, context=context, client_configuration=found
+        )
+    except (config.ConfigException, OSError) as e:
+        raise SandboxError(f"no credentials for a cluster: {e}; set sandbox.kubeconfig, or KUBECONFIG") from e
+    return found
+
+
+def _ssl_context(found: Any) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=found.ssl_ca_cert)
+    if found.cert_file:
+        context.load_cert_chain(found.cert_file, found.key_file)
+    if not found.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _failure(what: str, status: int, text: bytes) -> SandboxError:
+    try:
+        said = json.loads(text).get("message", "")
+    except (ValueError, AttributeError):
+        said = text[:300].decode(errors="replace")
+    kind = f"{what}: {status} {said}"
+    return ApiDown(kind) if status >= 500 or status == 429 else ApiError(status, kind)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,303 @@
+"""The Kubernetes backend: a lease is a SandboxLease, commands run under the agent in the pod that it is bound to."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from occamy.contracts.outcome import Outcome
+from occamy.sandboxes import archive, paths
+from occamy.sandboxes.kubernetes.api import Api
+from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
+from occamy.sandboxes.kubernetes.http import HEAD_BYTES
+from occamy.sandboxes.kubernetes.leases import Held, Leases
+from occamy.sandboxes.kubernetes.tunnel import Tunnel
+from occamy.sandboxes.kubernetes.wire import AgentClient, Line, check_arrived, file_target
+from occamy.sandboxes.protocol import (
+    ExecResult,
+    IsolationRefused,
+    LeaseExpired,
+    SandboxDied,
+    SandboxError,
+    Snapshot,
+)
+
+T = TypeVar("T")
+_AGENT_S = 60.0
+"""For what an agent does within seconds: start a command, read, write, freeze. Our choice."""
+_BULK_S = 600.0
+"""To move a whole workspace. Our choice."""
+_REASON_S = 2.0
+"""How long the operator has to say why an agent is gone: it often hears of it a moment later."""
+_SHORTEST_S = 10
+"""Fewest seconds that a lease may be asked for."""
+_PORT = 8750
+_FREEZES = 3
+"""Attempts to hear of a freeze through a tunnel, whose relay in the pod a freeze kills."""
+
+
+class KubernetesBackend:
+    """Leases pods of the sandbox operator. Belongs to the event loop that first leases one."""
+
+    def __init__(self, config: KubernetesSandboxConfig) -> None:
+        """Raises IsolationRefused when `config` demands more than the pools give."""
+        if config.isolation.rank < config.minimum_isolation.rank:
+            raise IsolationRefused(
+                f"isolation {config.minimum_isolation.value!r} is required, {config.isolation.value!r} is what the "
+                "pools give; lease from another pool, or lower sandbox.minimum_isolation"
+            )
+        self.config = config
+        self.isolation = config.isolation
+        self._opened: asyncio.Future[tuple[Api, Leases]] | None = None
+
+    async def lease(
+        self,
+        pool: str,
+        owner: str,
+        deadline_s: float,
+        *,
+        reach: Sequence[tuple[str, int]] = (),
+        readable: Sequence[Path] = (),
+    ) -> KubernetesSandbox:
+        """A pod that serves; the deadline counts from then on. See `SandboxBackend.lease`.
+
+        What a pod reaches and reads is its pool's business: `reach` and `readable` are refused with ValueError.
+        """
+        if reach or readable:
+            given = f"{reach[0][0]}:{reach[0][1]}" if reach else str(readable[0])
+            raise ValueError(
+                f"lease for {owner}: a pod has neither this machine's loopback nor its files ({given}); "
+                "name the proxy in the pool's network.proxy, and put programs into the pool's image"
+            )
+        api, leases = await self._open()
+        spec = {
+            "pool": self.config.pool or pool,
+            "owner": {"run": self.config.run, "episode": owner[:256]},
+            "ttlSeconds": max(_SHORTEST_S, math.ceil(deadline_s + self.config.bind_seconds)),
+            "launch": self.config.launch,
+        }
+        held = await leases.create(spec)
+        try:
+            await self._bound(held, owner)
+            sandbox = KubernetesSandbox(self.config, api, leases, held, owner, await self._token(api, held))
+            await sandbox.connect()
+            sandbox.begin(deadline_s)
+            return sandbox
+        except BaseException:
+            leases.drop(held)
+            raise
+
+    async def close(self) -> None:
+        """Release what is left and end the session with the API server."""
+        if self._opened is not None:
+            api, leases = await self._opened
+            self._opened = None
+            await leases.close(self.config.release_seconds)
+            await api.close()
+
+    async def _open(self) -> tuple[Api, Leases]:
+        if self._opened is None:
+            config = self.config
+            api = Api(config.kubeconfig, config.context, config.api_seconds)
+            self._opened = asyncio.get_running_loop().create_future()
+            self._opened.set_result((api, Leases(api, config.namespace, config.heartbeat_seconds)))
+        return await self._opened
+
+    async def _bound(self, held: Held, owner: str) -> None:
+        """Wait until the operator has given the lease a pod. Raises SandboxError with what it says."""
+        try:
+            await asyncio.wait_for(held.bound.wait(), self.config.bind_seconds)
+        except TimeoutError as e:
+            said = f"{held.status.get('reason')}: {held.status.get('message')}" if held.status else "no operator spoke"
+            raise SandboxError(
+                f"lease {held.name} of {owner} got no pod in {self.config.bind_seconds:.0f} s ({said}); "
+                "see `kubectl get sandboxpools`, or raise sandbox.bind_seconds"
+            ) from e
+        held.check()
+
+    async def _token(self, api: Api, held: Held) -> str:
+        name = held.status.get("tokenSecret")
+        if not name:
+            raise SandboxError(
+                f"lease {held.name} is bound to pod {held.status.get('pod')}, which runs no agent; "
+                "lease from a pool of backend pods"
+            )
+        secret = await api.call("GET", f"/api/v1/namespaces/{self.config.namespace}/secrets/{name}")
+        return base64.b64decode(secret["data"]["token"]).decode()
+
+
+class KubernetesSandbox:
+    """One lease. See `Sandbox` for the contract of each method."""
+
+    def __init__(
+        self, config: KubernetesSandboxConfig, api: Api, leases: Leases, held: Held, owner: str, token: str
+    ) -> None:
+        self.id = held.uid
+        self.owner = owner
+        self.isolation = config.isolation
+        self.route = ""
+        """How its agent is reached: agent or exec."""
+        self._name = f"lease {held.name} of {owner}"
+        self._config, self._leases, self._held = config, leases, held
+        self._deadline = math.inf
+        endpoint = urlsplit(held.status.get("endpoint") or "")
+        self._address = (endpoint.hostname, endpoint.port or _PORT)
+        self._tunnel = Tunnel(api, config.namespace, held.status["pod"], self._address[1])
+        self._agent = AgentClient(self._dial, token, self._name)
+
+    @property
+    def workspace(self) -> Path:
+        """Never there: raises SandboxError."""
+        raise SandboxError(f"{self._name}: its workspace is in a pod, not on this machine; use read, write, snapshot")
+
+    @property
+    def pod(self) -> str:
+        """Name of the pod."""
+        return str(self._held.status["pod"])
+
+    async def connect(self) -> None:
+        """Find the way to the agent. Raises SandboxDied when there is none."""
+        wanted = self._config.route
+        if wanted != "exec" and self._address[0]:
+            try:
+                self.route = "agent"
+                await self._ask("GET", "/state")
+                return
+            except SandboxDied:
+                if wanted == "agent":
+                    raise
+        self.route = "exec"
+        try:
+            await self._ask("GET", "/state")
+        except SandboxError as e:
+            raise SandboxDied(f"{self._name}: no way to the agent of pod {self.pod}: {e} {self._tunnel.words}") from e
+
+    def begin(self, deadline_s: float) -> None:
+        """The deadline counts from now."""
+        self._deadline = time.monotonic() + deadline_s
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        cwd: str = ".",
+        timeout_s: float = 60.0,
+    ) -> ExecResult:
+        self._alive()
+        paths.parts_of(cwd)
+        began = time.monotonic()
+        left = self._deadline - began
+        timeout_s = min(timeout_s, left)
+        order = {
+            "argv": list(argv),
+            "env": dict(env or {}),
+            "cwd": cwd,
+            "timeout_s": timeout_s,
+            "lease_s": left,
+            "limits": self._config.limits.model_dump(),
+            "min_free_bytes": self._config.min_free_bytes,
+        }
+        body = json.dumps(order).encode() + b"\n" + stdin
+        most = 2 * self._config.limits.output_bytes
+        said = await self._ask("POST", "/exec", body, limit=most, timeout_s=timeout_s + _AGENT_S)
+        line, _, output = said.partition(b"\n")
+        done = json.loads(line)
+        code = done["exit"]
+        return ExecResult(
+            outcome=Outcome.timed_out if code is None else Outcome.agent_failed if code else Outcome.completed,
+            exit_code=code,
+            stdout=output[: done["stdout"]],
+            stderr=output[done["stdout"] :],
+            seconds=time.monotonic() - began,
+            truncated=done["truncated"],
+            limit=done["limit"],
+        )
+
+    async def read(self, path: str) -> bytes:
+        self._alive()
+        paths.parts_of(path)
+        most = self._config.limits.workspace_bytes
+        return await self._ask("GET", f"{file_target(path)}&limit={most}", limit=most)
+
+    async def write(self, path: str, data: bytes) -> None:
+        self._alive()
+        paths.parts_of(path)
+        answer = await self._ask("PUT", file_target(path), data)
+        check_arrived(self._name, answer, data)
+
+    async def freeze(self) -> None:
+        self._alive(expired=False)
+        target = f"/freeze?limit={self._config.limits.workspace_bytes}"
+        for attempt in range(_FREEZES):
+            try:
+                await self._ask("POST", target, timeout_s=_BULK_S)
+                return
+            except SandboxDied:
+                if self.route != "exec" or attempt == _FREEZES - 1:
+                    raise
+
+    async def snapshot(self) -> Snapshot:
+        self._alive()
+        most = self._config.limits.workspace_bytes
+        return archive.seal(await self._ask("GET", f"/snapshot?limit={most}", limit=2 * most, timeout_s=_BULK_S))
+
+    async def restore(self, archive_bytes: bytes) -> None:
+        self._alive()
+        target = f"/restore?limit={self._config.limits.workspace_bytes}"
+        check_arrived(self._name, await self._ask("PUT", target, archive_bytes, timeout_s=_BULK_S), archive_bytes)
+
+    async def release(self) -> None:
+        """Delete the lease, and with it the pod. What the API server does not hear in time is repeated later."""
+        self._agent.close()
+        if not self._held.released:
+            await self._leases.release(self._held, self._config.release_seconds)
+        await self._tunnel.close()
+
+    async def _ask(
+        self, method: str, target: str, body: bytes = b"", *, limit: int = 0, timeout_s: float = _AGENT_S
+    ) -> bytes:
+        """A call to the agent, which ends when the lease does."""
+        call = self._agent.call(method, target, body, limit=limit, timeout_s=timeout_s)
+        return await _unless_ended(self._held, call)
+
+    async def _dial(self) -> Line:
+        if self.route == "exec":
+            return await self._tunnel.dial()
+        host, port = self._address
+        try:
+            async with asyncio.timeout(self._config.connect_seconds):
+                return await asyncio.open_connection(host, port, limit=HEAD_BYTES)
+        except (OSError, TimeoutError) as e:
+            raise SandboxDied(f"{self._name}: nothing answers at {host}:{port}: {e or 'timed out'}") from e
+
+    def _alive(self, *, expired: bool = True) -> None:
+        self._held.check()
+        if expired and time.monotonic() > self._deadline:
+            raise LeaseExpired(f"{self._name} is past its deadline; take a new lease")
+
+
+async def _unless_ended(held: Held, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or what the end of the lease means, whichever comes first."""
+    task, ended = asyncio.ensure_future(work), asyncio.ensure_future(held.ended.wait())
+    try:
+        await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            held.check()
+        return await task
+    except SandboxDied:
+        await asyncio.wait([ended], timeout=_REASON_S)
+        held.check()
+        raise
+    finally:
+        for each in (task, ended):
+            each.cancel()
+        await asyncio.gather(task, ended, return_exceptions=True)

@@ -1,0 +1,208 @@
+"""What becomes of this process's leases: one watch for all of them, one heartbeat each, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from occamy.sandboxes.kubernetes.api import Api, ApiDown, ApiError
+from occamy.sandboxes.protocol import LeaseExpired, LeaseLost, SandboxDied, SandboxError
+
+GROUP = "occamy.dev"
+API_VERSION = f"{GROUP}/v1alpha1"
+HOLDER_LABEL = f"{GROUP}/holder"
+_BEATS = 4
+"""Renewals in the time after which a missed heartbeat ends a lease. Our choice."""
+_PAUSE_S = (0.2, 5.0)
+"""Before the API server is asked again after a failure: at first, and at most. Our choice."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Held:
+    """A lease of ours, as last seen."""
+
+    name: str
+    uid: str = ""
+    """Known once it is created."""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    bound: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has a pod, or has ended."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has no pod any more and never will."""
+    released: bool = False
+    """Whether we ended it ourselves."""
+    failure: tuple[type[SandboxError], str] = (LeaseLost, "")
+    """What to raise then."""
+
+    def end(self, kind: type[SandboxError], words: str) -> None:
+        """It is over. The first reason counts."""
+        if not self.ended.is_set():
+            self.failure = (kind, words)
+            self.ended.set()
+            self.bound.set()
+
+    def check(self) -> None:
+        """Raise what ended it, if anything did."""
+        if self.ended.is_set():
+            kind, words = self.failure
+            raise kind(f"lease {self.name} {words}")
+
+
+class Leases:
+    """Creates leases, follows and renews them, and deletes them for certain."""
+
+    def __init__(self, api: Api, namespace: str, heartbeat_s: int | None) -> None:
+        self._api, self._namespace, self._heartbeat_s = api, namespace, heartbeat_s
+        self._path = f"/apis/{API_VERSION}/namespaces/{namespace}/sandboxleases"
+        self._holder = secrets.token_hex(8)
+        self._held: dict[str, Held] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._version: asyncio.Future[str] | None = None
+
+    async def create(self, spec: Mapping[str, Any]) -> Held:
+        """A new lease, which nobody has seen yet. Raises SandboxError."""
+        await self._start_watching()
+        held = Held(f"{spec['pool'][:40]}-{secrets.token_hex(8)}")
+        meta = {"name": held.name, "namespace": self._namespace, "labels": {HOLDER_LABEL: self._holder}}
+        beat = {} if self._heartbeat_s is None else {"heartbeatSeconds": self._heartbeat_s}
+        body = {"apiVersion": API_VERSION, "kind": "SandboxLease", "metadata": meta, "spec": {**spec, **beat}}
+        self._held[held.name] = held  # before it exists: no event of it is missed
+        try:
+            made = await self._api.call("POST", self._path, body)
+        except BaseException:
+            self.drop(held)  # it may exist all the same
+            raise
+        held.uid = made["metadata"]["uid"]
+        if self._heartbeat_s is not None:
+            self._spawn(self._renew(held, self._heartbeat_s / _BEATS))
+        return held
+
+    async def release(self, held: Held, seconds: float) -> None:
+        """Delete a lease, in the background where the API server does not answer in time."""
+        task = self.drop(held)
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        if not done:
+            log.warning("lease %s is not deleted yet; its deadline ends it if nothing else does", held.name)
+
+    def drop(self, held: Held) -> asyncio.Task[None]:
+        """Delete a lease in the background."""
+        held.released = True
+        held.end(LeaseLost, "was released; take a new lease")
+        self._held.pop(held.name, None)
+        return self._spawn(self._delete(held.name))
+
+    async def close(self, seconds: float) -> None:
+        """Delete what is left, as far as the API server answers in time, and end the watch."""
+        deletions = [self.drop(held) for held in list(self._held.values())]
+        if deletions or self._background:
+            await asyncio.wait([*deletions, *self._background], timeout=seconds)
+        tasks = [*self._background, *([self._watching] if self._watching else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _start_watching(self) -> None:
+        """List once, so that no event is missed from here on. Raises SandboxError."""
+        if self._version is None or (self._version.done() and self._version.exception()):
+            self._version = asyncio.ensure_future(self._list())
+        version = await asyncio.shield(self._version)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(version))
+
+    async def _watch(self, version: str) -> None:
+        """Follow all leases, whatever the API server does meanwhile."""
+        pause = _PAUSE_S[0]
+        while True:
+            try:
+                async for event in self._api.watch(self._path, f"{HOLDER_LABEL}={self._holder}", version):
+                    pause = _PAUSE_S[0]
+                    version = event["object"]["metadata"]["resourceVersion"]
+                    if event["type"] != "BOOKMARK":
+                        self._seen(event["object"], gone=event["type"] == "DELETED")
+            except SandboxError as e:
+                log.info("the watch on leases ended: %s", e)
+                if isinstance(e, ApiError):  # too old a version, mostly
+                    with contextlib.suppress(SandboxError):
+                        version = await self._list()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S[1])
+
+    async def _list(self) -> str:
+        """Look at all leases; returns the version from which to watch."""
+        known = {name for name, held in self._held.items() if held.uid}
+        found = await self._api.call("GET", f"{self._path}?labelSelector={GROUP}%2Fholder%3D{self._holder}")
+        for item in found["items"]:
+            self._seen(item, gone=False)
+        for name in known - {item["metadata"]["name"] for item in found["items"]}:
+            self._held[name].end(LeaseLost, "is gone: somebody deleted it")
+        return str(found["metadata"]["resourceVersion"])
+
+    def _seen(self, lease: Mapping[str, Any], *, gone: bool) -> None:
+        held = self._held.get(lease["metadata"]["name"])
+        if held is None:
+            return
+        held.status = lease.get("status") or {}
+        if gone or "deletionTimestamp" in lease["metadata"]:
+            held.end(LeaseLost, "is gone: somebody deleted it")
+        elif ending := _ending(held.status):
+            held.end(*ending)
+        elif held.status.get("phase") == "Bound":
+            held.bound.set()
+
+    async def _renew(self, held: Held, pause: float) -> None:
+        """Say that the holder lives, until the lease has ended."""
+        while not held.ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(held.ended.wait(), pause)
+                return
+            now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            try:
+                await self._api.call("PATCH", f"{self._path}/{held.name}", {"spec": {"renewed": now}})
+            except SandboxError as e:
+                log.warning("lease %s could not be renewed: %s", held.name, e)
+
+    async def _delete(self, name: str) -> None:
+        """Delete a lease, however long that takes. Its name is nobody else's."""
+        pause = _PAUSE_S[0]
+        while True:
+            try:
+                await self._api.call("DELETE", f"{self._path}/{name}")
+                return
+            except ApiDown as e:
+                log.info("lease %s is not deleted yet: %s", name, e)
+            except ApiError as e:
+                if e.status != 404:
+                    log.warning("lease %s cannot be deleted, its deadline will end it: %s", name, e)
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S[1])
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+
+def _ending(status: Mapping[str, Any]) -> tuple[type[SandboxError], str] | None:
+    """What the operator's last word on a lease means to its holder; None while it goes on."""
+    words = f"{status.get('reason')}: {status.get('message')}"
+    match status.get("phase"), status.get("reason"):
+        case "Expired", "DeadlinePassed":
+            return LeaseExpired, f"is past its deadline ({words}); take a new lease"
+        case "Expired" | "Released", _:
+            return LeaseLost, f"was taken away ({words}); take a new lease"
+        case "Failed", "PodLost" | "PodEnded":
+            return SandboxDied, f"has lost its pod ({words})"
+        case "Failed", _:
+            return SandboxError, f"was refused ({words})"
+    return None

@@ -1,0 +1,145 @@
+"""The client of the in-pod agent: requests over connections that are kept, whatever carries them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from urllib.parse import quote
+
+from occamy.sandboxes import protocol
+from occamy.sandboxes.kubernetes.http import Head, Malformed, make_head, read_body, read_chunks, read_head
+from occamy.sandboxes.protocol import PathRefused, SandboxDied, SandboxError, ShortWrite
+
+Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Dial = Callable[[], Awaitable[Line]]
+"""Opens a connection to the agent. Raises SandboxError."""
+
+_REST_BYTES = 16 << 20  # what a body may have beyond the payload that the caller has bounded
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        protocol.DiskFull,
+        protocol.PathRefused,
+        protocol.SandboxDied,
+        protocol.SandboxFrozen,
+        protocol.ShortWrite,
+        protocol.WorkspaceRefused,
+        ValueError,
+    )
+}
+
+
+class AgentClient:
+    """Calls one agent. `who` names the lease in errors."""
+
+    def __init__(self, dial: Dial, token: str, who: str) -> None:
+        self._dial, self._who = dial, who
+        self._headers = {"Host": "agent", "Authorization": f"Bearer {token}"}
+        self._idle: list[Line] = []
+        self._closed = False
+
+    async def call(self, method: str, target: str, body: bytes = b"", *, limit: int = 0, timeout_s: float) -> bytes:
+        """The body of the answer, of `limit` bytes at most (and some for what is around them).
+
+        Raises what the agent says, as the kinds of `occamy.sandboxes.protocol`; SandboxDied when it does not answer in
+        time, or no more. Nothing is asked twice.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await self._line()
+                try:
+                    head, answer, trailer = await self._exchange(reader, writer, method, target, body, limit)
+                except BaseException:
+                    writer.close()
+                    raise
+        except TimeoutError as e:
+            raise SandboxDied(f"{self._who}: its agent did not answer {method} {target} in {timeout_s:.0f} s") from e
+        except (OSError, Malformed, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as e:
+            raise SandboxDied(f"{self._who}: its agent broke off {method} {target}: {_words(e)}") from e
+        if self._closed:
+            writer.close()
+        else:
+            self._idle.append((reader, writer))
+        if head.first[1] != "200" or "error" in trailer:
+            raise self._error(head.first[1], answer if head.first[1] != "200" else trailer["error"].encode())
+        _check_fingerprint(self._who, head.headers | trailer, answer)
+        return answer
+
+    def close(self) -> None:
+        """Close every connection that is not in use, and each other one after its use."""
+        self._closed = True
+        for _, writer in self._idle:
+            writer.close()
+        self._idle.clear()
+
+    async def _line(self) -> Line:
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof() and reader.exception() is None:
+                return reader, writer
+            writer.close()
+        return await self._dial()
+
+    async def _exchange(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        method: str,
+        target: str,
+        body: bytes,
+        limit: int,
+    ) -> tuple[Head, bytes, dict[str, str]]:
+        headers = {**self._headers, "Content-Length": str(len(body))}
+        writer.write(make_head(f"{method} {target} HTTP/1.1", headers))
+        writer.write(body)
+        await writer.drain()
+        head = await read_head(reader)
+        if head is None:
+            raise Malformed("the connection was closed")
+        if head.headers.get("transfer-encoding") == "chunked":
+            return head, *await read_chunks(reader, limit + _REST_BYTES)
+        return head, await read_body(reader, head.length(limit + _REST_BYTES)), {}
+
+    def _error(self, status: str, said: bytes) -> Exception:
+        try:
+            fault = json.loads(said)
+            name, message = str(fault["error"]), str(fault["message"])
+        except (ValueError, KeyError, TypeError):
+            return SandboxDied(f"{self._who}: an answer {status} that is no agent's: {said[:200]!r}")
+        if status == "401":
+            return SandboxDied(f"{self._who}: its address or name belongs to another pod now ({message})")
+        if name == "FileNotFoundError":
+            return FileNotFoundError(errno.ENOENT, "no such file in the workspace", message)
+        kind = _KINDS.get(name, SandboxError)
+        named = message if kind in (PathRefused, ValueError) else f"{self._who}: {message}"
+        return kind(named if name in _KINDS else f"{self._who}: {name}: {message}")
+
+
+def file_target(path: str) -> str:
+    """Where a workspace file is read and written."""
+    return f"/file?path={quote(path, safe='/', errors='surrogateescape')}"
+
+
+def check_arrived(who: str, answer: bytes, data: bytes) -> None:
+    """Raise ShortWrite unless the agent has got, and has on disk, just these bytes."""
+    said = json.loads(answer)
+    if said["size"] != len(data) or said["fingerprint"] != fingerprint(data):
+        raise ShortWrite(f"{who}: {said['size']} bytes {said['fingerprint']} arrived, {len(data)} were sent")
+
+
+def fingerprint(data: bytes) -> str:
+    """``sha256:<hex>``."""
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def _check_fingerprint(who: str, headers: dict[str, str], data: bytes) -> None:
+    said = headers.get("fingerprint")
+    if said is not None and said != fingerprint(data):
+        raise SandboxDied(f"{who}: what arrived is not what its agent sent")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
