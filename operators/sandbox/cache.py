@@ -120,3 +120,7 @@ class Cache:
             lease=lambda pod: pod.lease_uid,
             idle=lambda pod: pod.pool_uid if pod.ready and not pod.lease_uid and not pod.terminating else "",
         )
+
+    def uids(self) -> set[str]:
+        """Of everything."""
+        return {item.uid for shelf in (self.pools, self.leases, self.pods) for item in shelf}  # type: ignore[attr-defined]

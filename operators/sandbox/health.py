@@ -3,7 +3,7 @@ that it is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 SILENT_S = 45.0
 """How long a watch may owe a change that a list has shown. Our choice."""
@@ -31,20 +31,17 @@ class Freshness:
             self._told[kind, uid] = max(version, self._told.get((kind, uid), 0))
 
     def listed(self, kind: str, versions: Iterable[tuple[str, int]]) -> None:
-        """A list showed these versions. An object that is gone owes nothing any more."""
+        """A list showed these versions."""
         now = self._clock()
-        seen = {(kind, uid): version for uid, version in versions}
-        for key in [k for k in self._owed if k[0] == kind and k not in seen]:
-            del self._owed[key]
-        for key in [k for k in self._told if k[0] == kind and k not in seen]:
-            del self._told[key]
-        for key, version in seen.items():
-            if version > self._told.get(key, 0) and key not in self._owed:
-                self._owed[key] = (version, now)
+        for uid, version in versions:
+            if version > self._told.get((kind, uid), 0):
+                self._owed.setdefault((kind, uid), (version, now))
 
-    def complete(self) -> None:
-        """All lists of one round have succeeded."""
+    def complete(self, alive: Container[str]) -> None:
+        """All lists of one round have succeeded. An object that is not alive any more owes nothing."""
         self._listed = self._clock()
+        self._owed = {key: owed for key, owed in self._owed.items() if key[1] in alive}
+        self._told = {key: version for key, version in self._told.items() if key[1] in alive}
 
     def age(self) -> float:
         """Seconds since the last complete round."""

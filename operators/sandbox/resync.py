@@ -80,8 +80,8 @@ class Resync:
             await self._deny(scope)
             for body in (await self._list("sandboxsnapshots", scope))["items"]:
                 await judge_snapshot(self._api, body)
+        self._freshness.complete(cache.uids())
         await self._reap()
-        self._freshness.complete()
 
     async def _refill(
         self,
