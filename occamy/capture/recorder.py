@@ -104,12 +104,15 @@ class Recorder:
         recorder = cls(
             episode_id, renderer, seed=seed, rules=rules, context_limit=context_limit, mixed_versions=mixed_versions
         )
+        recorded = list(turns)
+        outputs = {(turn.ordinal, turn.attempt): turn.output for turn in recorded}
         steps: dict[int, Step] = {}
-        for turn in turns:
-            recorder._replay(turn, steps)
+        for turn in sorted(recorded, key=lambda turn: turn.ordinal):  # a later step may have been answered first
+            if turn.ordinal not in steps:
+                steps[turn.ordinal] = recorder._replay_step(turn, outputs)
+        for turn in recorded:
+            recorder._replay(turn, steps[turn.ordinal])
         recorder._ordinals = max(steps, default=-1) + 1
-        for repeated in recorder._requests.values():
-            repeated.sort(key=lambda step: step.ordinal)
         recorder.quarantine = quarantine or recorder.quarantine
         return recorder
 
@@ -323,22 +326,20 @@ class Recorder:
         if self._mixed != "within_turns" and len(mixed) > 1:
             self.set_quarantine(QuarantineReason.mixed_weight_versions)
 
-    def _replay(self, turn: Turn, steps: dict[int, Step]) -> None:
-        """Take a stored turn into the record; `steps` are those of the turns before, by ordinal."""
-        message: Message = orjson.loads(turn.said)
-        step = steps.get(turn.ordinal)
-        if step is None:
-            step = steps[turn.ordinal] = self._replay_step(turn)
+    def _replay(self, turn: Turn, step: Step) -> None:
+        """Take a stored answer into the record."""
         step.begun = max(step.begun, turn.attempt + 1)
         if turn.prefix is Prefix.unexplained:
             self.set_quarantine(QuarantineReason.unexplained_prefix)
-        self._keep(step, turn, message)
+        self._keep(step, turn, orjson.loads(turn.said))
 
-    def _replay_step(self, turn: Turn) -> Step:
+    def _replay_step(self, turn: Turn, outputs: dict[tuple[int, int], array[int]]) -> Step:
+        """Add the step of a stored turn. All steps before it are there; `outputs` are by ordinal and attempt."""
         run = self._runs.restore(turn.run, turn.role, turn.summary)
         prints = split_prints(turn.heard)
         if turn.opened_by:
             segment = run.open(turn.tools)
+            segment.index = turn.segment  # those between that nobody answered are gone
             links = extend_chain(b"", prints)
             segment.ids.regrow(0, turn.delta)
             segment.known = prints
@@ -346,7 +347,7 @@ class Recorder:
             segment = run.segments[-1]
             last = segment.steps[-1]
             links = extend_chain(last.key[-1], prints)
-            segment.ids.regrow(last.prompt_tokens, last.attempts[turn.continues].output, turn.delta)
+            segment.ids.regrow(last.prompt_tokens, outputs[last.ordinal, turn.continues], turn.delta)
             segment.known = segment.known[: last.messages] + prints
         step = Step(
             key=(turn.role, turn.tools, links[-1]),

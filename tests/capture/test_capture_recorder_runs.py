@@ -342,3 +342,27 @@ def test_a_restart_keeps_why_an_episode_is_quarantined(renderer: Renderer, tmp_p
     assert store.read_open("call").quarantine is QuarantineReason.infra_failed
     store.close_episode("call", QuarantineReason.token_mismatch)
     assert store.captured("call").quarantine is QuarantineReason.infra_failed
+
+
+def test_a_restart_orders_turns_by_when_they_were_asked_for(renderer: Renderer) -> None:
+    """Two calls hang while the harness rewrites its history twice; one is answered late, the other never."""
+    rules = CaptureRules(announced=("summary_replacement",))
+    whole, cut = Talk(renderer, rules), Talk(renderer, rules)
+    for talk in (whole, cut):
+        talk.step(GET, "ok")
+        late = talk.recorder.begin("root", json.loads(json.dumps(talk.history)), TOOLS)
+        talk.recorder.begin("root", [{"role": "user", "content": "summary:"}], TOOLS, rewrite="summary_replacement")
+        talk.history = [ASK, {"role": "user", "content": "summary:gold"}]
+        call = talk.recorder.begin("root", talk.history[:], TOOLS, rewrite="summary_replacement")
+        _, message = talk.recorder.finish(call, talk.ids(GET), [-1.0] * len(talk.ids(GET)), 3, "stop")
+        talk.history += [message, observe(message, "ok")]
+        talk.recorder.finish(late, talk.ids("late<end>"), [-1.0, -1.0], 3, "stop")
+    turns = cut.recorder.turns
+    cut.recorder = Recorder.restore("e", renderer, turns, None, seed=7, rules=rules, context_limit=4096)
+    for talk in (whole, cut):
+        assert talk.step("done<end>") is Prefix.continued
+    assert cut.recorder.turns == whole.recorder.turns
+    assert [s.tokens[s.mask].tolist() for s in cut.segments()] == [
+        cut.ids(GET + "late<end>"),
+        cut.ids(GET + "done<end>"),
+    ]
