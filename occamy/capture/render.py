@@ -204,10 +204,13 @@ def _spelled(calls: Iterable[Any], *, only_objects: bool) -> list[Any]:
 
 
 def _json_or_none(text: str) -> Any:
+    """None also for what is nested deeper than orjson writes (254 levels): templates recurse, and so do we."""
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        value = orjson.loads(text)
+        orjson.dumps(value)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
+    return value
 
 
 def _cuts(texts: Iterable[str]) -> re.Pattern[str]:

@@ -349,10 +349,11 @@ def test_a_template_of_single_calls_refuses_two(name: str, published: Published)
 
 
 @every
-def test_broken_arguments_of_an_echoed_call_can_be_shown_again(name: str, published: Published) -> None:
+@pytest.mark.parametrize("arguments", ['{"n": 1', '{"n": ' + "[" * 900 + "]" * 900 + "}"])
+def test_broken_arguments_of_an_echoed_call_can_be_shown_again(name: str, arguments: str, published: Published) -> None:
     """The policy sampled them and the harness echoes them after a rewrite: that may not end the episode."""
-    call = {"id": "x", "type": "function", "function": {"name": "crm_get", "arguments": '{"n": 1'}}
+    call = {"id": "x", "type": "function", "function": {"name": "crm_get", "arguments": arguments}}
     history: list[Message] = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
     ids = renderer_of(published(name)).opening([*history, {"role": "tool", "content": "bad arguments"}], TOOLS)
     shown = renderer_of(published(name)).decode(ids)
-    assert '{"n": 1' in shown.replace('\\"', '"')
+    assert arguments in shown.replace('\\"', '"')

@@ -54,6 +54,8 @@ def test_thinking_at_the_head_is_reasoning(text: str, reasoning: str | None, con
         ("<tool_call>", "<tool_call>", []),
         ('<tool_call>[1]</tool_call><tool_call>{"n": 1}</tool_call>', "all", []),
         ('{"name": "get", "arguments": {}}', "all", []),
+        ('<tool_call>{"arguments": {"t": "\\ud800"}, "name": "get"}</tool_call>', "all", []),
+        ('<tool_call>{"name": "get", "arguments": {"t": "\\ud800"}}</tool_call>', None, [("get", '{"t": "\\ud800"}')]),
         ("<tool_call>" + '{"name": "get", "arguments": ' + "[" * 5000, None, [("get", "[" * 5000)]),
     ],
 )
@@ -62,6 +64,7 @@ def test_qwen3_calls_are_json_blocks(text: str, content: str | None, calls: Call
     assert (said.content, [tuple(c) for c in said.calls]) == (text if content == "all" else content, calls)
 
 
+DEEP = "[" * 300 + "]" * 300
 TOOLS = [
     {
         "type": "function",
@@ -137,6 +140,7 @@ def test_qwen35_values_are_what_their_tool_declares(key: str, value: str, argume
             [("put", "<parameter=n>\n1\n</parameter>")],
         ),
         ("<tool_call>\n<function=put>\nn = 1\n</function>\n</tool_call>", None, [("put", "n = 1\n</function>")]),
+        (_put("rows", DEEP), None, [("put", f"<parameter=rows>\n{DEEP}\n</parameter>\n</function>")]),
         (_put("n", "1") + "\nso far", "\nso far", [("put", '{"n":1}')]),
         ("<tool_call>\nput n=1\n</tool_call>", "all", []),
         ('<tool_call>{"name": "put", "arguments": {}}</tool_call>', "all", []),

@@ -52,7 +52,12 @@ def _read_other_order(text: str, at: int) -> tuple[ParsedCall, int] | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    return ParsedCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False)), end
+    read = ParsedCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False))
+    try:
+        "".join(read).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which no answer can carry
+        return None
+    return read, end
 
 
 QWEN3 = TemplateFamily(

@@ -45,7 +45,10 @@ def _read_call(text: str, at: int, tools: Sequence[Any]) -> tuple[ParsedCall, in
         values[found[1]] = _value(found[2], _types(properties.get(found[1])))
         end = found.end()
     if closed := _END.match(text, end):
-        return ParsedCall(name, orjson.dumps(values).decode()), closed.end()
+        try:
+            return ParsedCall(name, orjson.dumps(values).decode()), closed.end()
+        except orjson.JSONEncodeError:  # nested deeper than it writes
+            pass
     end = block_end(text, function.end())
     return ParsedCall(name, text[function.end() : end].lstrip("\n")), end
 
