@@ -123,4 +123,4 @@ class Cache:
 
     def uids(self) -> set[str]:
         """Of everything."""
-        return {item.uid for shelf in (self.pools, self.leases, self.pods) for item in shelf}  # type: ignore[attr-defined]
+        return {item.uid for shelf in (self.pools, self.leases, self.pods) for item in shelf}

@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,13 @@ def test_killed_at_random_points_nothing_leaks_and_nothing_is_claimed_twice(worl
     with nodes(world), ThreadPoolExecutor(8) as clients:
         world.pool(warm=6, max=14)
         kills = 0
-        living: list[str] = []
+        living: dict[str, Future[Any]] = {}
         for n in range(200):
-            living.append(f"l{n}")
-            clients.submit(world.lease, f"l{n}")
+            living[f"l{n}"] = clients.submit(world.lease, f"l{n}")
             if len(living) > 8:
-                clients.submit(world.delete, "sandboxleases", living.pop(chance.randrange(len(living))))
+                name = chance.choice(sorted(living))
+                living.pop(name).result()
+                clients.submit(world.delete, "sandboxleases", name)
             if n % 20 == 10:
                 time.sleep(chance.random() * 0.3)
                 world.kill()
