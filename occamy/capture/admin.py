@@ -6,6 +6,7 @@ import hmac
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
@@ -91,7 +92,8 @@ class _Admin:
             key = await self._episodes.open(episode_id, EpisodeSetup(**dict(asked)))
         except ValueError as e:
             raise ApiError(409, str(e), "episode_not_new") from e
-        return json_response({"episode_id": episode_id, "api_key": key, "path": f"/episodes/{episode_id}/root/v1"}, 201)
+        path = f"/episodes/{quote(episode_id, safe='')}/root/v1"
+        return json_response({"episode_id": episode_id, "api_key": key, "path": path}, 201)
 
     async def read(self, request: Request) -> Response:
         """What an episode, open or closed, has on record."""

@@ -130,6 +130,8 @@ def _object(raw: bytes, known: Set[str], neutral: dict[str, tuple[Any, ...]]) ->
 
 
 def _options(body: dict[str, Any], max_tokens: int | None, logprobs: bool) -> Options:
+    if body.get("top_p") == 0:
+        raise _bad("top_p", "0 leaves no token; send temperature 0 for the likeliest one")
     stream, options = _flag(body, "stream"), body.get("stream_options") or {}
     if not isinstance(options, dict) or (options and not stream):
         raise _bad("stream_options", "send an object, together with stream: true")

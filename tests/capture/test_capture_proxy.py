@@ -119,6 +119,7 @@ def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Any, conne
         ({"messages": [ASK], "tool_choice": "required"}, "unsupported_value", "tool_choice"),
         ({"messages": [ASK], "chat_template_kwargs": {}}, "unsupported_parameter", "chat_template_kwargs"),
         ({"messages": [ASK], "temperature": "hot"}, "invalid_value", "temperature"),
+        ({"messages": [ASK], "top_p": 0}, "invalid_value", "top_p"),
         ({"messages": [ASK], "seed": 1.5}, "invalid_value", "seed"),
         ({"messages": [ASK], "max_tokens": 0}, "invalid_value", "max_tokens"),
         ({"messages": [ASK], "max_tokens": 4, "max_completion_tokens": 5}, "invalid_value", "max_tokens"),

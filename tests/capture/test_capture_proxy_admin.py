@@ -63,6 +63,14 @@ def test_an_episode_from_open_to_close(proxy: ProxyServer, admin: Any, connect: 
     assert _code(admin.send("POST", "/episodes/e/close")) == (404, "episode_not_open")
 
 
+def test_the_path_of_an_odd_id_is_ready_for_a_url(proxy: ProxyServer, admin: Any, connect: Any) -> None:
+    opened = admin.send("POST", "/episodes/a%3Fb%20%C3%A9", {"seed": 1})[1]
+    assert (opened["episode_id"], opened["path"]) == ("a?b é", "/episodes/a%3Fb%20%C3%A9/root/v1")
+    client = connect(proxy, key=opened["api_key"])
+    client.base = opened["path"]
+    assert client.send("GET", "/models")[0] == 200
+
+
 def test_only_the_admin_key_administers(proxy: ProxyServer, admin: Any, connect: Any, tmp_path: Path) -> None:
     key = admin.send("POST", "/episodes/e", {"seed": 1})[1]["api_key"]
     for wrong in ("", key, ADMIN + "x", "ключ"):
