@@ -39,9 +39,10 @@ def read_file(root: Path, path: str, limit: int) -> bytes:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError as e:
             raise _refusal(e, path) from e
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise PathRefused(f"{path!r}: not a regular file")
         with open(fd, "rb") as f:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise PathRefused(f"{path!r}: not a regular file")
             data = f.read(limit + 1)
         if len(data) > limit:
             raise WorkspaceRefused(f"{path!r}: more than {limit} bytes; raise sandbox.limits.workspace_bytes")

@@ -125,12 +125,12 @@ class Agent:
         chunks = _Chunks(asyncio.get_running_loop(), writer)
         try:
             await self._inside.snapshot(limit, cast(IO[bytes], chunks))
+            await chunks.send()
             trailer = make_head("0", {"Fingerprint": f"sha256:{chunks.digest.hexdigest()}"})
         except (SandboxError, OSError) as e:
             if not chunks.begun or isinstance(e, ConnectionError):
                 raise
             trailer = make_head("0", {"Error": _fault(type(e).__name__, str(e)).decode()})
-        await chunks.send()
         writer.write(trailer)
         await writer.drain()
 

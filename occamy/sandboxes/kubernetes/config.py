@@ -40,7 +40,7 @@ class KubernetesSandboxConfig(Record):
     """How long an agent's address may take to answer before pods/exec is used instead. Our choice."""
     bind_seconds: float = Field(default=120.0, gt=0)
     """How long a lease may wait for its pod. Our choice."""
-    heartbeat_seconds: int | None = Field(default=120, ge=15, le=3600)
+    heartbeat_seconds: int | None = Field(default=120, ge=5, le=3600)
     """A lease whose holder was not heard of for so long is taken away; None leaves that to its deadline. Our choice;
     clocks of holder and operator may differ by a part of it only."""
     api_seconds: float = Field(default=15.0, gt=0)
