@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import uvicorn
+import uvloop
 
 from occamy.capture.admin import add_admin
 from occamy.capture.backends import Backend, EngineBackend, Gate, Teacher, TeacherBackend
@@ -142,7 +143,8 @@ class ProxyServer:
 
     def _run(self, listener: socket.socket, ready: threading.Event) -> None:
         try:
-            asyncio.run(self._serve(listener, ready))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve(listener, ready))
         except BaseException as e:
             self._failure = e
         finally:

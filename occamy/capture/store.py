@@ -53,16 +53,36 @@ class OpenEpisode:
     quarantine: QuarantineReason | None
 
 
+class Busy(RuntimeError):
+    """Another thread or process is writing."""
+
+
 class Store:
     """The capture of one rollout folder. Safe to share between threads; commits survive a killed process."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(_SCHEMA)
+
+    @contextmanager
+    def unless_busy(self) -> Iterator[None]:
+        """Within it a write raises Busy, having changed nothing, where it would have to wait."""
+        if not self._lock.acquire(blocking=False):
+            raise Busy
+        try:
+            self._db.execute("PRAGMA busy_timeout=0")
+            yield
+        except sqlite3.OperationalError as e:
+            if e.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                raise Busy from e
+            raise
+        finally:
+            self._db.execute(f"PRAGMA busy_timeout={int(1000 * _BUSY_SECONDS)}")
+            self._lock.release()
 
     def open_episode(self, episode_id: str, setup: EpisodeSetup) -> None:
         """Start an episode; an unfinished capture of the same id is discarded.

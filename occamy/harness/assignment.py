@@ -88,6 +88,8 @@ class Assignment:
     """Prompt plus answer, tokens, that the endpoint takes; 0 when unknown."""
     outside: Outside | None = None
     """None for a harness that runs in this process."""
+    tools_may_block: bool = True
+    """False where `dispatch` answers out of memory: a call then needs no thread that could be given up."""
 
 
 @dataclass

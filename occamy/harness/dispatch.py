@@ -17,14 +17,17 @@ class ToolBroken(RuntimeError):
 
 
 def dispatching(task: Assignment) -> Act:
-    """The innermost tool call. Each runs in a thread of its own, so that one that hangs can be given up.
+    """The innermost tool call. Where tools may block each runs in a thread, so that one that hangs can be given up.
 
     A thread that hangs cannot be ended; it is a daemon and keeps no process alive. Raises ToolBroken.
     """
 
     async def dispatched(call: Call) -> Observation:
         try:
-            observation = await _in_thread(lambda: task.dispatch(call.name, call.arguments))
+            if task.tools_may_block:
+                observation = await _in_thread(lambda: task.dispatch(call.name, call.arguments))
+            else:
+                observation = task.dispatch(call.name, call.arguments)
             observation.content.encode()
         except Exception as e:
             raise ToolBroken(f"tool {call.name} failed: {type(e).__name__}: {e}") from e

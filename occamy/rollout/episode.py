@@ -152,6 +152,7 @@ def _assignment(job: EpisodeJob, place: Place, key: str, world: World, sandbox: 
         request=job.task.request,
         tools=tool_schemas(job.task.world, job.task.tools),
         dispatch=world.call,
+        tools_may_block=False,
         budget=job.task.meta.budget,
         base_url=f"{place.proxy.url}/episodes/{job.episode_id}/root/v1",
         api_key=key,

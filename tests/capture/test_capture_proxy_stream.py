@@ -138,7 +138,7 @@ def test_a_client_that_leaves_ends_its_request_and_may_ask_again(
     engine.release.set()
     assert client.chat([ASK])[1]["choices"][0]["message"]["content"] == "done"
     captured = proxy.close_episode("e")
-    assert [t.attempt for t in captured.turns] == [0] and captured.quarantine is None
+    assert len(captured.turns) == 1 and captured.quarantine is None
     assert captured.segments[0].mask.sum() == 2
 
 

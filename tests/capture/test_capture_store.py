@@ -6,11 +6,12 @@ import sqlite3
 import subprocess
 import sys
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from occamy.capture.store import OpenEpisode, Store
+from occamy.capture.store import Busy, OpenEpisode, Store
 from occamy.capture.turn import Exchange, Prefix, Turn
 from occamy.contracts.capture import CaptureRules, EpisodeSetup
 from occamy.contracts.episode import QuarantineReason
@@ -128,6 +129,24 @@ def test_two_proxies_write_to_one_store(path: Path) -> None:
             store.add_turn(name, _turn(ordinal), EXCHANGE)
     assert list(stores[0].open_episodes()) == ["a", "b"]
     assert [len(stores[0].turns(name)) for name in "ab"] == [20, 20]
+
+
+def test_a_write_that_would_have_to_wait_is_refused_and_changes_nothing(path: Path) -> None:
+    store = Store(path)
+    store.open_episode("e", POLICY)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(Busy), store.unless_busy():
+        store.add_turn("e", _turn(0), EXCHANGE)
+    other.execute("ROLLBACK")
+    assert store.turns("e") == []
+    with store.unless_busy():
+        store.add_turn("e", _turn(0), EXCHANGE)
+    assert store.turns("e") == [_turn(0)]
+    with ThreadPoolExecutor(1) as pool, store.unless_busy(), pytest.raises(Busy):
+        pool.submit(lambda: store.unless_busy().__enter__()).result()
+    other.close()
+    store.close()
 
 
 def test_a_killed_process_loses_no_committed_turn(path: Path) -> None:
