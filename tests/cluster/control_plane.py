@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import ssl
 import time
 import urllib.error
@@ -144,6 +145,7 @@ class ControlPlane(AClusterManager):
         for name in ("kube-scheduler", "kube-controller-manager", "kube-apiserver", "etcd"):
             if daemon := self._daemons.pop(name, None):
                 daemon.stop()
+        shutil.rmtree(self.folder / "etcd", ignore_errors=True)  # 64 MiB and more; keys and logs are small
 
     def _start(self, name: str, *options: str) -> Daemon:
         daemon = Daemon([self.assets.program(name), *options], self.folder / f"{name}.log")

@@ -65,13 +65,14 @@ class Daemon:
         self.process.kill()
         self.process.wait()
 
-    def stop(self, seconds: float = 3) -> None:
-        """Ask it to end, and make it end after that time."""
+    def stop(self, seconds: float = 3) -> int:
+        """Ask it to end, and make it end after that time; its exit code, negative for a signal."""
         self.process.terminate()
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.kill()
+        return self.process.returncode
 
 
 def free_port() -> int:

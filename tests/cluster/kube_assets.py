@@ -57,10 +57,10 @@ def check_machine(scratch: Path) -> None:
         raise BuildError(f"{scratch} has {free >> 20} MiB free, {FREE_BYTES >> 20} are needed; set XDG_CACHE_HOME")
 
 
-def source_lists(codename: str) -> dict[str, str]:
+def source_lists(codename: str, etc: Path = Path("/etc/apt")) -> dict[str, str]:
     """The machine's own package sources for this release, with the source packages added, by file name."""
     lists = {}
-    for path in sorted([*Path("/etc/apt").glob("sources.list"), *Path("/etc/apt/sources.list.d").glob("*")]):
+    for path in sorted([*etc.glob("sources.list"), *etc.glob("sources.list.d/*")]):
         if path.suffix == ".sources":
             stanzas = [
                 s for s in re.split(r"\n\s*\n", path.read_text()) if re.search(rf"(?m)^Suites:.*\b{codename}", s)

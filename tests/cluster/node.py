@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -66,11 +67,13 @@ class NodeCluster(ControlPlane):
         self._start_node()
 
     def _on_delete(self) -> None:
-        if self._keeper:
-            self._keeper.stop(60)
-            self._keeper = None
+        keeper, self._keeper = self._keeper, None
+        code = keeper.stop(60) if keeper else 0
         self._reservation.close()
+        shutil.rmtree(self.room / "containerd", ignore_errors=True)
         super()._on_delete()
+        if keeper and code:
+            raise DaemonError(f"the node ended by itself, or could not be removed ({code}):\n{keeper.tail()}")
 
     def _start_node(self) -> None:
         (self.room / "cni").mkdir(parents=True)
