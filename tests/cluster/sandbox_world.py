@@ -93,10 +93,11 @@ class World:
         self.port = free_port()
         self.operator: Daemon | None = None
 
-    def start(self, *options: str) -> None:
-        """Run the operator and wait until it is healthy."""
+    def start(self, *options: str, all_namespaces: bool = False) -> None:
+        """Run the operator, for this namespace unless told otherwise, and wait until it is healthy."""
         command = ["env", f"KUBECONFIG={self.kubeconfig}", sys.executable, "-m", "operators.sandbox"]
-        served = ["--host", "127.0.0.1", "--port", str(self.port), "--namespace", self.namespace]
+        served = ["--host", "127.0.0.1", "--port", str(self.port)]
+        served += [] if all_namespaces else ["--namespace", self.namespace]
         self.operator = Daemon([*command, *served, *options], self.folder / "operator.log")
         self.operator.wait_until(lambda: self.get("/healthz") is not None, 60)
 
@@ -142,6 +143,10 @@ class World:
         """Make a lease."""
         wanted = {"pool": pool, "owner": {"run": "r"}, "ttlSeconds": 600} | spec
         return self._make("sandboxleases", "SandboxLease", name, wanted)
+
+    def snapshot(self, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        """Make a snapshot's record."""
+        return self._make("sandboxsnapshots", "SandboxSnapshot", name, spec)
 
     def patch(self, plural: str, name: str, body: dict[str, Any], sub: str = "") -> dict[str, Any]:
         """Merge a change into an object."""

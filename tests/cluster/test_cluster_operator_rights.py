@@ -1,0 +1,175 @@
+"""What the operator may do is what it does, by the API server's audit log; what tenants may do; the other backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
+
+from .cluster import Cluster, eventually
+from .sandbox_world import ACCOUNT, MANIFESTS, OPERATOR_NAMESPACE, World, call, install, nodes, with_ignored
+
+AGENT_SANDBOX = Path(__file__).parents[1] / "operators" / "data" / "agent_sandbox_v1beta1.yaml"
+USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:{ACCOUNT}"
+SNAPSHOT = {"lease": "one", "leaseUid": "u", "uri": "s3://b/k", "fingerprint": "sha256:" + "0" * 64}
+
+
+@pytest.fixture
+def world(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[World]:
+    """A running operator for all namespaces."""
+    install(cluster)
+    made = World(cluster, namespace, tmp_path)
+    yield made
+    if made.operator is not None:
+        made.operator.stop(10)
+
+
+def granted(file: str, role: str) -> set[tuple[str, str, str]]:
+    """API group, resource and verb of a ClusterRole in the manifests."""
+    documents = yaml.safe_load_all((MANIFESTS / "operator" / file).read_text())
+    rules = next(d["rules"] for d in documents if d["kind"] == "ClusterRole" and d["metadata"]["name"] == role)
+    return {(g, r, v) for rule in rules for g in rule["apiGroups"] for r in rule["resources"] for v in rule["verbs"]}
+
+
+def used(cluster: Cluster) -> set[tuple[str, str, str]]:
+    return {(use.group, use.resource, use.verb) for use in cluster.uses(USER) if use.resource}
+
+
+def test_every_right_is_used_and_nothing_is_asked_for_that_is_not_granted(cluster: Cluster, world: World) -> None:
+    cluster.control_plane  # noqa: B018 - skips where the audit log cannot be read
+    foreign = {"metadata": {"name": "p-0"}, "spec": {"containers": [{"name": "c", "image": "i:1"}]}}
+    call(world.api, "POST", world.path("pods"), foreign)
+    world.start(all_namespaces=True)
+    with nodes(world):
+        world.pool(warm=2, max=30)
+        world.ready("p", 2)
+        assert "p-0" in [p["metadata"]["name"] for p in world.list("pods")]  # a stranger's, left alone
+        world.snapshot("s", SNAPSHOT)
+        eventually(lambda: ((world.read("sandboxsnapshots", "s") or {}).get("status") or {}).get("phase") == "Sealed")
+
+        def reread() -> bool:
+            """A lease that changes while its status is written is read again."""
+            n = len(world.list("sandboxleases"))
+            world.lease(f"l{n}")
+            for turn in range(20):
+                world.patch("sandboxleases", f"l{n}", {"metadata": {"labels": {"turn": str(turn)}}})
+            world.until(f"l{n}", "Bound")
+            return ("occamy.dev", "sandboxleases", "get") in used(cluster)
+
+        eventually(reread, 60)
+        world.patch("sandboxleases", "l0", {"spec": {"released": True}})
+        world.until("l0", "Released")
+        world.patch("sandboxleases", "l0", {"status": {"endedAt": "2026-01-01T00:00:00Z"}}, "status")
+        eventually(lambda: world.read("sandboxleases", "l0") is None, 30)
+    assert world.operator is not None
+    world.operator.stop(10)  # API server 1.20 logs a watch when it ends
+    world.operator = None
+    assert used(cluster) == granted("rbac.yaml", "occamy-sandbox-operator")
+    assert [use for use in cluster.uses(USER) if use.code == 403] == []
+
+
+def test_a_tenant_leases_in_its_namespace_and_cannot_read_anothers_token(cluster: Cluster, world: World) -> None:
+    world.start()
+    rbac = client.RbacAuthorizationV1Api(cluster.client())
+    with nodes(world), cluster.namespace("other") as other:
+        world.pool(warm=1)
+        world.ready("p", 1)
+        for namespace, name in ((world.namespace, "tenant"), (other, "stranger")):
+            role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "occamy-sandbox-tenant"}
+            subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+            binding = {"metadata": {"name": name}, "roleRef": role, "subjects": [subject]}
+            rbac.create_namespaced_role_binding(namespace, binding)
+        tenant = cluster.client(cluster.service_account(world.namespace, "tenant"))
+        stranger = cluster.client(cluster.service_account(other, "stranger"))
+        body = {
+            "apiVersion": "occamy.dev/v1alpha1",
+            "kind": "SandboxLease",
+            "metadata": {"name": "mine"},
+            "spec": {"pool": "p", "owner": {"run": "r"}, "ttlSeconds": 60},
+        }
+        call(tenant, "POST", world.path("sandboxleases"), body)
+        status = world.until("mine", "Bound")
+        token = world.path("secrets", status["tokenSecret"])
+        assert call(tenant, "GET", token)["data"]["token"]
+        refused: list[tuple[client.ApiClient, str, str, Any]] = [
+            (stranger, "GET", token, None),
+            (stranger, "POST", world.path("sandboxleases"), body),
+            (tenant, "GET", world.path("secrets"), None),
+            (tenant, "GET", world.path("pods"), None),
+            (tenant, "PATCH", world.path("sandboxleases", "mine", "status"), {"status": {"phase": "Bound"}}),
+            (tenant, "POST", world.path("sandboxpools"), {}),
+            (tenant, "PATCH", world.path("sandboxpools", "p"), {"spec": {"max": 99}}),
+            (tenant, "DELETE", world.path("networkpolicies", status["tokenSecret"]), None),
+            (tenant, "DELETE", world.path("pods", status["pod"]), None),
+        ]
+        for who, method, path, content in refused:
+            with pytest.raises(ApiException) as problem:
+                call(who, method, path, content)
+            assert problem.value.status == 403, (method, path)
+
+
+def test_a_pool_of_agent_sandbox_is_kept_by_its_own_controller(cluster: Cluster, world: World) -> None:
+    """The other project's controller is played by the test; the objects are admitted by a real API server."""
+    api = cluster.client()
+    places = {"ClusterRole": "clusterroles", "ClusterRoleBinding": "clusterrolebindings"}
+    for crd in yaml.safe_load_all(AGENT_SANDBOX.read_text()):
+        with_ignored(409, call, api, "POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
+    for document in yaml.safe_load_all((MANIFESTS / "agent-sandbox/rbac.yaml").read_text()):
+        where = f"/apis/rbac.authorization.k8s.io/v1/{places[document['kind']]}"
+        with_ignored(409, call, api, "POST", where, document)
+    root = f"/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{world.namespace}"
+    eventually(lambda: _answers(api, f"{root}/sandboxclaims"), 20)
+    world.start()
+    template = {"image": "sandbox:1", "command": ["sleep", "infinity"]}
+    world.pool(warm=2, max=2, backend="agent-sandbox", template=template)
+    warm = eventually(lambda: _read(api, f"{root}/sandboxwarmpools/p"))
+    assert warm is not None and warm["spec"]["replicas"] == 2
+    made = call(api, "GET", f"{root}/sandboxtemplates/p")
+    assert made["spec"]["podTemplate"]["spec"]["containers"][0]["securityContext"]["privileged"] is False
+    world.lease("one", ttlSeconds=30)
+    claim = eventually(lambda: _read(api, f"{root}/sandboxclaims/one"))
+    assert claim is not None and claim["spec"]["lifecycle"]["shutdownPolicy"] == "Delete"
+    assert call(api, "GET", f"{root}/sandboxwarmpools/p")["spec"]["replicas"] == 1
+    _serve_claim(world, api, root)
+    status = world.until("one", "Bound")
+    assert (status["pod"], status["launch"]) == ("adopted", "warm") and "tokenSecret" not in status
+    world.lease("cold", launch="cold", ttlSeconds=30)
+    assert world.until("cold", "Failed")["reason"] == "LaunchRefused"
+    assert world.until("one", "Expired", 40)["reason"] == "DeadlinePassed"
+    eventually(lambda: _read(api, f"{root}/sandboxclaims/one") is None)
+
+
+def _serve_claim(world: World, api: client.ApiClient, root: str) -> None:
+    """What that controller does: a pod from the pool becomes the sandbox of the claim."""
+    pod = {"metadata": {"name": "adopted"}, "spec": {"containers": [{"name": "c", "image": "i:1"}]}}
+    call(api, "POST", world.path("pods"), pod)
+    sandbox = {
+        "apiVersion": "agents.x-k8s.io/v1beta1",
+        "kind": "Sandbox",
+        "metadata": {
+            "name": "s",
+            "annotations": {"agents.x-k8s.io/pod-name": "adopted"},
+            "labels": {"agents.x-k8s.io/launch-type": "warm"},
+        },
+    }
+    call(api, "POST", f"/apis/agents.x-k8s.io/v1beta1/namespaces/{world.namespace}/sandboxes", sandbox)
+    ready = {"conditions": [{"type": "Ready", "status": "True"}], "sandbox": {"name": "s"}}
+    call(api, "PATCH", f"{root}/sandboxclaims/one/status", {"status": ready})
+
+
+def _read(api: client.ApiClient, path: str) -> dict[str, Any] | None:
+    try:
+        return call(api, "GET", path)
+    except ApiException as problem:
+        if problem.status != 404:
+            raise
+        return None
+
+
+def _answers(api: client.ApiClient, path: str) -> bool:
+    return _read(api, path) is not None
