@@ -1,0 +1,120 @@
+"""What holds of every Dockerfile, built here or not: pinned, non-root, labelled, no secrets, copies what is there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import occamy
+
+from .dockerfiles import DOCKERFILES, ROOT, Dockerfile, context, copied, parse, tracked
+
+IMAGES = ["base", "engine", "grader", "operator", "rollout", "sandbox", "trainer"]
+PINNED = re.compile(r"[^:@]+:[A-Za-z0-9_.-]*[0-9][A-Za-z0-9_.-]*|[^@]+@sha256:[0-9a-f]{64}")
+LABELS = ("title", "version", "revision", "source", "licenses")
+SECRET = re.compile(r"(?i)(password|secret_?key|access_?key|api_?key|_token|-----BEGIN)")
+each = pytest.mark.parametrize("file", DOCKERFILES, ids=lambda path: path.parent.name)
+
+
+def faults(dockerfile: Dockerfile, name: str) -> list[str]:
+    """Everything that a Dockerfile of ours may not be."""
+    found = []
+    base = dockerfile.arguments.get("BASE_IMAGE", "")
+    if not PINNED.fullmatch(base) or base.endswith(":latest"):
+        found.append(f"BASE_IMAGE {base!r} is not an argument with a pinned default")
+    names = {stage.name for stage in dockerfile.stages if stage.name}
+    found += [
+        f"stage {stage.base} is not on BASE_IMAGE"
+        for stage in dockerfile.stages
+        if stage.base != "${BASE_IMAGE}" and stage.base not in names
+    ]
+    last = dockerfile.stages[-1]
+    labels = " ".join(last.of("LABEL"))
+    found += [f"no label {label}" for label in LABELS if f"org.opencontainers.image.{label}=" not in labels]
+    found += [] if f'title="occamy-{name}"' in labels else [f"its title is not occamy-{name}"]
+    user = (last.of("USER") or ["root"])[-1]
+    found += [] if re.fullmatch(r"1[0-9]{4}:1[0-9]{4}", user) else [f"runs as {user}"]
+    found += [] if last.of("CMD") or last.of("ENTRYPOINT") else ["does nothing when it is run"]
+    for stage in dockerfile.stages:
+        for word, rest in stage.steps:
+            if word in ("ENV", "ARG") and SECRET.search(rest):
+                found.append(f"{word} {rest} looks like a secret")
+            if word == "RUN" and re.search(r"\b(curl|wget|git clone)\b", rest):
+                found.append(f"downloads past the package registries: {rest[:60]}")
+            if word == "RUN" and "pip install" in rest and "--mount=type=secret,id=ca" not in rest:
+                found.append("pip does not know the machine's certificates")
+    return found
+
+
+def test_there_is_one_dockerfile_for_each_image() -> None:
+    assert [path.parent.name for path in DOCKERFILES] == IMAGES
+
+
+@each
+def test_a_dockerfile_keeps_our_rules(file: Path) -> None:
+    assert faults(parse(file.read_text()), file.parent.name) == []
+
+
+def test_the_rules_find_each_fault() -> None:
+    bad = parse(
+        "ARG BASE_IMAGE=python\nFROM ${BASE_IMAGE} AS build\nENV API_KEY=1\nRUN pip install x && \\\n  curl y\n"
+        "FROM debian:12\n"
+    )
+    assert faults(bad, "bad") == [
+        "BASE_IMAGE 'python' is not an argument with a pinned default",
+        "stage debian:12 is not on BASE_IMAGE",
+        *(f"no label {label}" for label in LABELS),
+        "its title is not occamy-bad",
+        "runs as root",
+        "does nothing when it is run",
+        "ENV API_KEY=1 looks like a secret",
+        "downloads past the package registries: pip install x && curl y",
+        "pip does not know the machine's certificates",
+    ]
+
+
+@each
+def test_everything_that_is_copied_is_in_the_build_context(file: Path) -> None:
+    sent = context(tracked(), (ROOT / ".dockerignore").read_text())
+    for stage in parse(file.read_text()).stages:
+        for source in copied(stage):
+            assert any(path == source or path.startswith(f"{source}/") for path in sent), source
+
+
+def test_the_build_context_is_the_code_and_nothing_else() -> None:
+    ignore = (ROOT / ".dockerignore").read_text()
+    never = ["runs/laptop-1/report.html", ".venv/bin/python", ".git/config", ".harness/hermes/x", "tests/conftest.py"]
+    never += ["occamy/__pycache__/a.pyc", "occamy/nano/.env", ".env", "id_rsa", "manifests/crds/sandbox.yaml"]
+    kept = ["occamy/nano/base/model.safetensors", "pyproject.toml", "operators/sandbox/pods.py"]
+    assert context(never + kept, ignore) == set(kept)
+    sent = context(tracked(), ignore)
+    assert sum((ROOT / path).stat().st_size for path in sent) < 32e6
+
+
+def test_rollouts_stand_on_our_own_base_image_of_this_version() -> None:
+    rollout = parse((ROOT / "images" / "rollout" / "Dockerfile").read_text())
+    assert rollout.arguments["BASE_IMAGE"] == f"occamy-base:{occamy.__version__}"
+
+
+def test_what_acts_and_what_judges_are_different_users_and_share_nothing() -> None:
+    users = {
+        name: parse((ROOT / "images" / name / "Dockerfile").read_text()).stages[-1].of("USER")[-1]
+        for name in ("sandbox", "grader")
+    }
+    assert users == {"sandbox": "10001:10001", "grader": "10002:10002"}
+    sandbox = parse((ROOT / "images" / "sandbox" / "Dockerfile").read_text())
+    assert copied(sandbox.stages[-1]) == [], "the sandbox gets one file, made in an earlier stage"
+
+
+@each
+def test_hadolint_has_nothing_to_say(file: Path) -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}") or shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("no hadolint here; run: make setup")
+    done = subprocess.run([hadolint, "--no-color", str(file)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
