@@ -11,24 +11,29 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
 NODE = ("kube-scheduler", "kubelet", "containerd", "containerd-shim-runc-v2", "ctr", "runc", "busybox")
 CNI = ("cni/ptp", "cni/host-local", "cni/loopback")
 
-RECIPE = {
-    "source": "kubernetes",
-    "version": "1.20.2",
-    "build": ["kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl"],
-    "tags": "providerless,dockerless",
-    "compiler": "golang-1.19",
-    "replaced": "golang-github-modern-go-reflect2-dev",
-    "packaged": ["etcd-server", "containerd", "runc", "containernetworking-plugins", "busybox-static"],
-}
-"""What `make kube-assets` builds and takes from Debian 12. A digest of it names the folder of the result."""
 
+@dataclass(frozen=True)
+class Recipe:
+    """What `make kube-assets` builds and takes from Debian 12. A digest of it names the folder of the result."""
+
+    source: str = "kubernetes"
+    version: str = "1.20.2"
+    build: tuple[str, ...] = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl")
+    tags: str = "providerless,dockerless"
+    compiler: str = "golang-1.19"
+    replaced: str = "golang-github-modern-go-reflect2-dev"
+    """The bundled copy reads tables of the runtime that Go 1.18 moved; this package is up to date."""
+    packaged: tuple[str, ...] = ("etcd-server", "containerd", "runc", "containernetworking-plugins", "busybox-static")
+
+
+RECIPE = Recipe()
 ENVIRONMENT = "KUBEBUILDER_ASSETS"
 """The variable by which users of Kubernetes' own test tools name a folder of these programs."""
 
@@ -45,7 +50,7 @@ def cache_folder() -> Path:
 
 def built_folder() -> Path:
     """Where the result of the present recipe lies, or will lie."""
-    result = json.dumps([RECIPE, CONTROL_PLANE, NODE, CNI], sort_keys=True)
+    result = json.dumps([asdict(RECIPE), CONTROL_PLANE, NODE, CNI], sort_keys=True)
     digest = hashlib.sha256(result.encode()).hexdigest()
     return cache_folder() / digest[:16]
 

@@ -56,8 +56,9 @@ class Cluster:
     @property
     def admin(self) -> Path:
         """Kubeconfig that may do everything."""
-        assert self.manager.kubeconfig is not None
-        return self.manager.kubeconfig
+        found: Path | None = self.manager.kubeconfig
+        assert found is not None
+        return found
 
     @property
     def control_plane(self) -> ControlPlane:

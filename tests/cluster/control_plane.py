@@ -210,7 +210,7 @@ class ControlPlane(AClusterManager):
         context.load_cert_chain(self._admin.certificate, self._admin.key)
         try:
             with urllib.request.urlopen(self.server + path, timeout=5, context=context) as answer:
-                return answer.status == 200
+                return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
 

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -88,10 +88,10 @@ def download(scratch: Path) -> Path:
         "APT::Sandbox::User": "root",
     }
     apt = ["apt-get", "-q", "-q", *(f"-o{name}={value}" for name, value in options.items())]
-    compiler = RECIPE["compiler"]
+    compiler = RECIPE.compiler
     _run([*apt, "update"], packages)
-    _run([*apt, "download", f"{compiler}-go", f"{compiler}-src", RECIPE["replaced"], *RECIPE["packaged"]], packages)
-    _run([*apt, "source", "--download-only", RECIPE["source"]], packages)
+    _run([*apt, "download", f"{compiler}-go", f"{compiler}-src", RECIPE.replaced, *RECIPE.packaged], packages)
+    _run([*apt, "source", "--download-only", RECIPE.source], packages)
     return packages
 
 
@@ -104,16 +104,15 @@ def unpack(scratch: Path, packages: Path) -> tuple[Path, Path]:
     root, source = scratch / "root", scratch / "source"
     for package in sorted(packages.glob("*.deb")):
         _run(["dpkg-deb", "-x", package, root], scratch)
-    described = list(packages.glob(f"{RECIPE['source']}_*{RECIPE['version']}-*.dsc"))
+    described = list(packages.glob(f"{RECIPE.source}_*{RECIPE.version}-*.dsc"))
     if len(described) != 1:
         found = [path.name for path in packages.glob("*.dsc")]
-        raise BuildError(f"the recipe is for {RECIPE['source']} {RECIPE['version']}, the package source has {found}")
+        raise BuildError(f"the recipe is for {RECIPE.source} {RECIPE.version}, the package source has {found}")
     if source.exists():
         return root, source
     fresh = scratch / "source.fresh"
     shutil.rmtree(fresh, ignore_errors=True)
     _run(["dpkg-source", "--no-check", "-q", "-x", described[0], fresh], scratch)
-    # The bundled reflect2 reads tables of the runtime that Go 1.18 moved; Debian's package of it is up to date.
     bundled = fresh / "vendor/github.com/modern-go/reflect2"
     packaged = root / "usr/share/gocode/src/github.com/modern-go/reflect2"
     for old in [*bundled.glob("*.go"), *bundled.glob("*.s")]:
@@ -129,7 +128,7 @@ def unpack(scratch: Path, packages: Path) -> tuple[Path, Path]:
 
 def compile_programs(scratch: Path, root: Path, source: Path, jobs: int) -> Path:
     """Build with Kubernetes' own make; returns the folder of the programs. Go's cache makes a second try short."""
-    go_root, tools = root / "usr/lib/go-1.19", scratch / "tools"
+    go_root, tools = root / "usr/lib" / RECIPE.compiler.replace("golang", "go"), scratch / "tools"
     tools.mkdir(exist_ok=True)
     copy = tools / "rsync"  # the build copies its results with `rsync -pc`, and needs it for nothing else
     copy.write_text('#!/bin/sh\nshift\nexec cp -p "$@"\n')
@@ -143,8 +142,8 @@ def compile_programs(scratch: Path, root: Path, source: Path, jobs: int) -> Path
         "CGO_ENABLED": "0",
         "LC_ALL": "C",
     }
-    what = " ".join(f"cmd/{name}" for name in RECIPE["build"])
-    flags = f"-p={jobs} -tags={RECIPE['tags']}"  # in this order: the build takes all up to the next dash for tags
+    what = " ".join(f"cmd/{name}" for name in RECIPE.build)
+    flags = f"-p={jobs} -tags={RECIPE.tags}"  # in this order: the build takes all up to the next dash for tags
     _run(["nice", "-n", "10", "make", f"WHAT={what}", f"GOFLAGS={flags}"], source, environment)
     return source / "_output/local/go/bin"
 
@@ -180,10 +179,10 @@ def build(jobs: int) -> Path:
             return target
         check_machine(scratch)
         start = time.monotonic()
-        print(f"download Kubernetes {RECIPE['version']} and its compiler into {scratch}", flush=True)
+        print(f"download Kubernetes {RECIPE.version} and its compiler into {scratch}", flush=True)
         packages = download(scratch)
         root, source = unpack(scratch, packages)
-        print(f"compile {', '.join(RECIPE['build'])}: several minutes", flush=True)
+        print(f"compile {', '.join(RECIPE.build)}: several minutes", flush=True)
         collect(scratch, root, compile_programs(scratch, root, source, jobs), target)
         shutil.rmtree(scratch)
         print(f"done in {time.monotonic() - start:.0f} s", flush=True)
@@ -208,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _run(command: list[str | Path], folder: Path, environment: dict[str, str] | None = None) -> None:
+def _run(command: Sequence[str | Path], folder: Path, environment: dict[str, str] | None = None) -> None:
     done = subprocess.run(
         command,
         cwd=folder,

@@ -92,7 +92,7 @@ class NodeCluster(ControlPlane):
             *(["--container-runtime=remote"] if self.assets.minor() < 27 else []),
         ]
         path = os.pathsep.join([*sorted({str(self.assets.program(name).parent) for name in NODE}), os.environ["PATH"]])
-        command = [sys.executable, KEEPER, self.room, self.cgroup, path, *options]
+        command: list[str | Path] = [sys.executable, KEEPER, self.room, self.cgroup, path, *options]
         self._keeper = Daemon(command, self.room / "keeper.log", on_death="TERM")
         self._keeper.wait_until(endpoint.exists)
         self.load_image(str(tiny_image(self.assets.program("busybox"), self.room / "tiny.tar", TINY)))
