@@ -19,15 +19,15 @@ from .control_plane import running_control_plane
 from .node import TINY, NodeCluster, running_node_cluster, unusable
 
 
+Managers = Callable[[str | None], type[AClusterManager]]
+CHOICES = ("k8s_provider", "k8s_kubeconfig", "k8s_kubeconfig_override")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The marker of tests that need `node_cluster`."""
     config.addinivalue_line(
         "markers", "node: runs real pods on this machine (root) or on the cluster that --k8s-provider names"
     )
-
-
-Managers = Callable[[str | None], type[AClusterManager]]
-CHOICES = ("k8s_provider", "k8s_kubeconfig", "k8s_kubeconfig_override")
 
 
 @pytest.fixture(scope="session")
