@@ -19,10 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from occamy.sandboxes.kubernetes.bundle import write_bundle
 
+from .cluster import Cluster
 from .daemons import Daemon
 from .sandbox_world import World
 
@@ -35,6 +37,16 @@ _octets = itertools.count(1)
 def first_process() -> bool:
     """Whether agents can be the first process of a namespace."""
     return subprocess.run([*ALONE, "true"], capture_output=True, check=False).returncode == 0
+
+
+def tenant(cluster: Cluster, namespace: str) -> Path:
+    """Kubeconfig of somebody who may lease in this namespace, and nothing else."""
+    kubeconfig = cluster.service_account(namespace, "tenant")
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "occamy-sandbox-tenant"}
+    subject = {"kind": "ServiceAccount", "name": "tenant", "namespace": namespace}
+    binding = {"metadata": {"name": "tenant"}, "roleRef": role, "subjects": [subject]}
+    client.RbacAuthorizationV1Api(cluster.client()).create_namespaced_role_binding(namespace, binding)
+    return kubeconfig
 
 
 class Node:
@@ -60,8 +72,7 @@ class Node:
 
     def workspace(self, pod: str) -> Path:
         """Folder of a pod's workspace, by the pod's name."""
-        found = max(self.folder.glob(f"{pod}-*/workspace"), key=lambda path: path.stat().st_ctime)
-        return found
+        return max(self.folder.glob(f"{pod}-*/workspace"), key=lambda path: path.stat().st_ctime)
 
     def agent_pid(self, pod: str) -> int:
         """Process id of a pod's agent."""
@@ -93,7 +104,14 @@ class Node:
         address = f"127.77.{number // 250}.{number % 250 + 1}"
         command = [*ALONE] if first_process() else []
         command += ["env", "-i", "PATH=/usr/bin:/bin", sys.executable, "-I", "-S", str(self.bundle)]
-        command += ["--workspace", str(room / "workspace"), "--home", str(room / "home"), "--token", str(room / "token")]
+        command += [
+            "--workspace",
+            str(room / "workspace"),
+            "--home",
+            str(room / "home"),
+            "--token",
+            str(room / "token"),
+        ]
         agent = Daemon([*command, "--host", address, "--port", str(PORT)], room / "agent.log")
         self.agents[uid] = agent
         agent.wait_until(lambda: "serves" in agent.tail(), 30)

@@ -6,16 +6,17 @@ import asyncio
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from occamy.sandboxes.kubernetes.backend import KubernetesBackend, KubernetesSandbox
 from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 from occamy.sandboxes.protocol import Sandbox
+from tests.sandboxes.contract import LIMITS, PROMISES, Ground
 
-from ..sandboxes.contract import LIMITS, PROMISES, Ground
 from .cluster import Cluster
-from .pod_processes import Node, node_of_processes
+from .pod_processes import Node, node_of_processes, tenant
 from .sandbox_world import World, install
 
 
@@ -35,8 +36,14 @@ def node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         world.operator.stop(10)
 
 
+@pytest.fixture(scope="module")
+def kubeconfig(node: Node) -> Path:
+    """A tenant's, who may lease here and nothing else."""
+    return tenant(node.world.cluster, node.world.namespace)
+
+
 @pytest.mark.parametrize("promise", PROMISES)
-def test_the_kubernetes_backend_keeps_its_promise(promise: str, node: Node) -> None:
+def test_the_kubernetes_backend_keeps_its_promise(promise: str, node: Node, kubeconfig: Path) -> None:
     @contextmanager
     def squeeze(sandbox: Sandbox, size: int) -> Iterator[None]:
         assert isinstance(sandbox, KubernetesSandbox)
@@ -50,7 +57,7 @@ def test_the_kubernetes_backend_keeps_its_promise(promise: str, node: Node) -> N
 
     async def run() -> None:
         config = KubernetesSandboxConfig(
-            namespace=node.world.namespace, kubeconfig=node.world.cluster.admin, route="agent", limits=LIMITS
+            namespace=node.world.namespace, kubeconfig=kubeconfig, route="agent", limits=LIMITS
         )
         backend = KubernetesBackend(config)
         try:

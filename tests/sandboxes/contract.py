@@ -151,7 +151,19 @@ async def a_tree_beyond_a_limit_is_ended_and_the_limit_named(ground: Ground) -> 
 async def paths_stay_within_the_workspace(ground: Ground) -> None:
     async with ground.lease() as sandbox:
         await sandbox.exec(["sh", "-c", "ln -s /etc away; ln -s loop loop; mkfifo pipe; mkdir folder"])
-        for path in ("../x", "/etc/passwd", "a/../../x", "away/passwd", "away", "loop", "", ".", "a\0b", "pipe", "folder"):
+        for path in (
+            "../x",
+            "/etc/passwd",
+            "a/../../x",
+            "away/passwd",
+            "away",
+            "loop",
+            "",
+            ".",
+            "a\0b",
+            "pipe",
+            "folder",
+        ):
             with pytest.raises(PathRefused):
                 await sandbox.read(path)
         for path in ("../x", "/tmp/x", "away/x", "loop/x", "", ".", "a\0b", "folder"):
@@ -215,7 +227,9 @@ async def a_snapshot_is_brought_back_elsewhere(ground: Ground) -> None:
         await one.exec(["ln", "-s", "deep", "link"])
         taken = await one.snapshot()
         await two.write("extra/g", b"1")
-        await two.exec(["sh", "-c", "(setsid sh -c 'while :; do echo x > late; done' >/dev/null 2>&1 &) ; ln -s / root"])
+        await two.exec(
+            ["sh", "-c", "(setsid sh -c 'while :; do echo x > late; done' >/dev/null 2>&1 &) ; ln -s / root"]
+        )
         await two.restore(taken.archive)
         assert await two.snapshot() == taken
         await two.write("more", b"1")

@@ -129,7 +129,8 @@ def _credentials(kubeconfig: Path | None, context: str | None) -> Any:
             config_file=str(kubeconfig) if kubeconfig else None, context=context, client_configuration=found
         )
     except (config.ConfigException, OSError) as e:
-        raise SandboxError(f"no credentials for a cluster: {e}; set sandbox.kubeconfig, or KUBECONFIG") from e
+        at = kubeconfig or "KUBECONFIG or ~/.kube/config"
+        raise SandboxError(f"no credentials for a cluster in {at} ({e}); set sandbox.kubeconfig, or KUBECONFIG") from e
     return found
 
 

@@ -1,0 +1,319 @@
+"""Faults of a cluster under a lease: each is a typed outcome in bounded time, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from occamy.contracts.episode import Outcome
+from occamy.sandboxes.kubernetes.backend import KubernetesBackend, KubernetesSandbox
+from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
+from occamy.sandboxes.protocol import (
+    Isolation,
+    IsolationRefused,
+    LeaseExpired,
+    LeaseLost,
+    SandboxDied,
+    SandboxError,
+)
+
+from .cluster import Cluster, eventually
+from .pod_processes import Node, node_of_processes, tenant
+from .sandbox_world import World, install
+
+Body = Callable[[KubernetesBackend], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A namespace with an operator, a pool of warm pods, and their agents."""
+    folder = tmp_path_factory.mktemp("faults")
+    install(cluster)
+    with cluster.namespace("faults") as namespace:
+        world = World(cluster, namespace, folder)
+        world.start()
+        with node_of_processes(world, folder / "node") as started:
+            world.pool("pool", warm=1, max=6, maxLeaseSeconds=600)
+            world.ready("pool", 1)
+            yield started
+        assert world.operator is not None
+        world.operator.stop(10)
+
+
+@pytest.fixture(scope="module")
+def settings(node: Node) -> KubernetesSandboxConfig:
+    """A tenant's settings."""
+    kubeconfig = tenant(node.world.cluster, node.world.namespace)
+    return KubernetesSandboxConfig(namespace=node.world.namespace, kubeconfig=kubeconfig, route="agent")
+
+
+def within(settings: KubernetesSandboxConfig, body: Body, **changes: Any) -> None:
+    """Run a body with a backend of its own."""
+
+    async def run() -> None:
+        backend = KubernetesBackend(settings.model_copy(update=changes))
+        try:
+            await body(backend)
+        finally:
+            await backend.close()
+
+    asyncio.run(run())
+
+
+async def busy(sandbox: KubernetesSandbox) -> asyncio.Task[Any]:
+    """A command that runs for long, and has begun."""
+    running = asyncio.create_task(sandbox.exec(["sh", "-c", "echo x > up; sleep 60"]))
+    for _ in range(500):
+        await asyncio.sleep(0.02)
+        try:
+            if await sandbox.read("up"):
+                return running
+        except FileNotFoundError:
+            continue
+    raise TimeoutError("the command did not begin")
+
+
+def leases(node: Node) -> list[dict[str, Any]]:
+    return node.world.list("sandboxleases")
+
+
+def test_a_pod_that_is_deleted_ends_the_command_and_the_lease(node: Node, settings: KubernetesSandboxConfig) -> None:
+    async def body(backend: KubernetesBackend) -> None:
+        sandbox = await backend.lease("pool", "owner", 60.0)
+        running = await busy(sandbox)
+        await asyncio.to_thread(node.world.delete, "pods", sandbox.pod)
+        with pytest.raises(SandboxDied, match=f"has lost its pod \\(PodLost: pod {sandbox.pod} is gone") as caught:
+            await asyncio.wait_for(running, 20)
+        assert caught.value.outcome is Outcome.infra_failed
+        with pytest.raises(SandboxDied, match="has lost its pod"):
+            await sandbox.freeze()
+        await sandbox.release()
+
+    within(settings, body)
+    eventually(lambda: leases(node) == [])
+
+
+def test_a_pod_that_vanishes_without_a_word_is_told_by_the_operator(
+    node: Node, settings: KubernetesSandboxConfig
+) -> None:
+    """Its node is gone: the connection stays open, and nothing comes of it."""
+
+    async def body(backend: KubernetesBackend) -> None:
+        sandbox = await backend.lease("pool", "owner", 60.0)
+        running = await busy(sandbox)
+        agent = node.agent_pid(sandbox.pod)
+        os.kill(agent, signal.SIGSTOP)
+        pod = await asyncio.to_thread(node.world.read, "pods", sandbox.pod)
+        assert pod is not None
+        node.lost.add(pod["metadata"]["uid"])
+        await asyncio.to_thread(node.world.delete, "pods", sandbox.pod)
+        with pytest.raises(SandboxDied, match="has lost its pod"):
+            await asyncio.wait_for(running, 20)
+        await sandbox.release()
+        node.lost.clear()
+
+    within(settings, body)
+
+
+def test_an_agent_that_is_killed_is_an_infrastructure_fault(node: Node, settings: KubernetesSandboxConfig) -> None:
+    async def body(backend: KubernetesBackend) -> None:
+        sandbox = await backend.lease("pool", "owner", 60.0)
+        running = await busy(sandbox)
+        os.kill(node.agent_pid(sandbox.pod), signal.SIGKILL)
+        with pytest.raises(SandboxDied, match="its agent broke off POST /exec") as caught:
+            await asyncio.wait_for(running, 20)
+        assert caught.value.outcome is Outcome.infra_failed
+        for use in (sandbox.read("up"), sandbox.freeze()):
+            with pytest.raises(SandboxDied, match=r"nothing answers at 127.77|broke off"):
+                await use
+        await sandbox.release()
+
+    within(settings, body)
+
+
+def test_without_the_api_server_commands_go_on_and_leases_fail_in_time(
+    cluster: Cluster, node: Node, settings: KubernetesSandboxConfig
+) -> None:
+    plane = cluster.control_plane
+
+    async def body(backend: KubernetesBackend) -> None:
+        sandbox, other = await backend.lease("pool", "owner", 300.0), await backend.lease("pool", "owner", 300.0)
+        await asyncio.to_thread(plane.stop_api_server, True)
+        try:
+            assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
+            began = time.monotonic()
+            with pytest.raises(
+                SandboxError, match=r"POST /apis/occamy.dev/.*/sandboxleases: ClientConnector"
+            ) as caught:
+                await backend.lease("pool", "late", 60.0)
+            assert caught.value.outcome is Outcome.infra_failed
+            await other.release()  # heard of later
+            assert time.monotonic() - began < 10
+            with pytest.raises(LeaseLost, match="was released"):
+                await other.read("f")
+        finally:
+            await asyncio.to_thread(plane.start_api_server)
+        assert (await sandbox.exec(["echo", "still"])).stdout == b"still\n"
+        async with asyncio.timeout(60):
+            while len(await asyncio.to_thread(leases, node)) > 1:
+                await asyncio.sleep(0.1)
+        again = await backend.lease("pool", "again", 60.0)  # its watch has come back
+        assert (await again.exec(["echo", "new"])).stdout == b"new\n"
+        await again.release()
+        await sandbox.release()
+
+    within(settings, body, release_seconds=2.0)
+    eventually(lambda: leases(node) == [])
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        ({"phase": "Expired", "reason": "DeadlinePassed"}, LeaseExpired, "is past its deadline"),
+        ({"phase": "Expired", "reason": "HeartbeatMissed"}, LeaseLost, "was taken away .HeartbeatMissed"),
+        ({"phase": "Released", "reason": "Released"}, LeaseLost, "was taken away .Released"),
+        ({"phase": "Failed", "reason": "TermsChanged"}, SandboxError, "was refused .TermsChanged"),
+    ],
+)
+def test_what_the_operator_says_ends_a_lease(
+    node: Node, settings: KubernetesSandboxConfig, status: dict[str, str], kind: type[SandboxError], words: str
+) -> None:
+    async def body(backend: KubernetesBackend) -> None:
+        sandbox = await backend.lease("pool", "owner", 60.0)
+        running = await busy(sandbox)
+        name = next(lease["metadata"]["name"] for lease in leases(node) if lease["metadata"]["uid"] == sandbox.id)
+        await asyncio.to_thread(node.world.patch, "sandboxleases", name, {"status": status}, "status")
+        with pytest.raises(kind, match=words) as caught:
+            await asyncio.wait_for(running, 20)
+        assert caught.value.outcome is (Outcome.timed_out if kind is LeaseExpired else Outcome.infra_failed)
+        with pytest.raises(kind, match=words):
+            await sandbox.read("up")
+        await sandbox.release()
+
+    within(settings, body)
+
+
+def test_a_lease_that_somebody_deletes_is_lost(node: Node, settings: KubernetesSandboxConfig) -> None:
+    async def body(backend: KubernetesBackend) -> None:
+        sandbox = await backend.lease("pool", "owner", 60.0)
+        running = await busy(sandbox)
+        for lease in leases(node):
+            await asyncio.to_thread(node.world.delete, "sandboxleases", lease["metadata"]["name"])
+        with pytest.raises(LeaseLost, match="is gone: somebody deleted it"):
+            await asyncio.wait_for(running, 20)
+
+    within(settings, body)
+
+
+def test_what_cannot_be_leased_is_refused_with_the_reason_and_leaves_no_lease(
+    node: Node, settings: KubernetesSandboxConfig, tmp_path: Path
+) -> None:
+    async def body(backend: KubernetesBackend) -> None:
+        with pytest.raises(SandboxError, match=r"was refused \(TtlTooLong: ttlSeconds 1002; pool pool allows 600\)"):
+            await backend.lease("pool", "owner", 1000.0)
+        with pytest.raises(SandboxError, match=r"of owner got no pod in 2 s \(NoPool: there is no pool absent"):
+            await backend.lease("absent", "owner", 60.0)
+        waiting = asyncio.create_task(backend.lease("absent", "owner", 60.0))
+        await asyncio.sleep(0.5)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(ValueError, match=r"neither this machine's loopback nor its files \(127.0.0.1:80\)"):
+            await backend.lease("pool", "owner", 60.0, reach=[("127.0.0.1", 80)])
+        with pytest.raises(ValueError, match=str(tmp_path)):
+            await backend.lease("pool", "owner", 60.0, readable=[tmp_path])
+
+    within(settings, body, bind_seconds=2.0)
+    assert leases(node) == []
+    with pytest.raises(IsolationRefused, match="'gvisor' is required, 'container' is what the pools give"):
+        KubernetesBackend(settings.model_copy(update={"minimum_isolation": Isolation.gvisor}))
+
+
+def test_without_credentials_or_rights_the_error_says_so(
+    node: Node, settings: KubernetesSandboxConfig, tmp_path: Path
+) -> None:
+    async def refused(backend: KubernetesBackend) -> None:
+        with pytest.raises(SandboxError, match=r"403 .*cannot (list|create) resource .sandboxleases."):
+            await backend.lease("pool", "owner", 60.0)
+
+    async def absent(backend: KubernetesBackend) -> None:
+        with pytest.raises(
+            SandboxError, match=r"no credentials for a cluster in .*nothing \(.*; set sandbox.kubeconfig"
+        ):
+            await backend.lease("pool", "owner", 60.0)
+
+    within(settings, refused, namespace="default")
+    within(settings, absent, kubeconfig=tmp_path / "nothing")
+
+
+_HOLDER = """
+import asyncio, sys
+from occamy.sandboxes.kubernetes.backend import KubernetesBackend
+from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
+
+async def main():
+    backend = KubernetesBackend(KubernetesSandboxConfig.model_validate_json(sys.argv[1]))
+    sandbox = await backend.lease("pool", "killed", 300.0)
+    print(sandbox.pod, flush=True)
+    await asyncio.sleep(300)
+
+asyncio.run(main())
+"""
+
+
+def test_a_holder_that_is_killed_loses_its_lease_and_one_that_lives_does_not(
+    node: Node, settings: KubernetesSandboxConfig
+) -> None:
+    short = settings.model_copy(update={"heartbeat_seconds": 5})
+
+    async def body(backend: KubernetesBackend) -> None:
+        sandbox = await backend.lease("pool", "owner", 60.0)
+        command = [sys.executable, "-c", _HOLDER, short.model_dump_json()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+            assert holder.stdout is not None
+            pod = (await asyncio.to_thread(holder.stdout.readline)).strip()
+            held = await asyncio.to_thread(node.world.read, "pods", pod)
+            assert held is not None
+            holder.kill()
+
+        def gone() -> bool:
+            found = node.world.read("pods", pod)
+            return found is None or found["metadata"]["uid"] != held["metadata"]["uid"]
+
+        await asyncio.to_thread(eventually, gone, 30)
+        await asyncio.sleep(3)  # more than a heartbeat's time since the lease that is renewed
+        assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
+        await sandbox.release()
+
+    within(short, body)
+    eventually(lambda: [lease["status"]["reason"] for lease in leases(node)] == ["HeartbeatMissed"])
+    node.world.delete("sandboxleases", leases(node)[0]["metadata"]["name"])
+
+
+def test_many_leases_in_turns_are_as_many_pods(node: Node, settings: KubernetesSandboxConfig) -> None:
+    """As many at a time as the pool's max: each gets a pod of its own, and none is left."""
+
+    async def body(backend: KubernetesBackend) -> None:
+        seats = asyncio.Semaphore(6)
+
+        async def episode(number: int) -> str:
+            async with seats:
+                sandbox = await backend.lease("pool", f"e{number}", 60.0)
+                await sandbox.write("mine", str(number).encode())
+                assert (await sandbox.exec(["cat", "mine"])).stdout == str(number).encode()
+                await sandbox.release()
+                return sandbox.id
+
+        assert len(set(await asyncio.gather(*(episode(n) for n in range(12))))) == 12
+
+    within(settings, body)
+    eventually(lambda: leases(node) == [])
