@@ -18,7 +18,6 @@ from .cluster import Cluster
 from .control_plane import running_control_plane
 from .node import TINY, NodeCluster, running_node_cluster, unusable
 
-
 Managers = Callable[[str | None], type[AClusterManager]]
 CHOICES = ("k8s_provider", "k8s_kubeconfig", "k8s_kubeconfig_override")
 
