@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from occamy.capture.backends import Gate
-from occamy.capture.recorder import Recorder
+from occamy.capture.recorder import ContextLimitError, Recorder
 from occamy.capture.render import Renderer
 from occamy.capture.request import ApiError
 from occamy.capture.segments import CapturedEpisode, capture_episode
@@ -44,6 +44,8 @@ class Watched:
     """Seconds since the last call ended, or the episode began."""
     used_up: str
     """What of the budget a call was refused for, "" while none was."""
+    too_long: str
+    """Why the last call was refused, if the context limit was why, else ""."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class Episode:
     """When the last call ended, or the episode began."""
     used_up: str = ""
     """What of the budget a call was refused for, "" while none was."""
+    too_long: str = ""
+    """Why the last call was refused, if the context limit was why, else ""."""
 
     def refuse_closed(self) -> None:
         """Raise ApiError 404 once the episode is closed."""
@@ -82,6 +86,16 @@ class Episode:
             raise ApiError(403, self.used_up, "budget_used_up")
 
     @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Around the start of a call: notes whether it is refused for its length."""
+        self.too_long = ""
+        try:
+            yield
+        except ContextLimitError as e:
+            self.too_long = str(e)
+            raise
+
+    @contextmanager
     def asking(self) -> Iterator[None]:
         """Around a call that waits for its answer."""
         call = object()
@@ -95,7 +109,8 @@ class Episode:
     def watched(self) -> Watched:
         """What the episode is doing now."""
         now = time.monotonic()
-        return Watched(now - min(list(self.asked.values()), default=now), now - self.last_answer, self.used_up)
+        pending = now - min(list(self.asked.values()), default=now)
+        return Watched(pending, now - self.last_answer, self.used_up, self.too_long)
 
 
 class Episodes:

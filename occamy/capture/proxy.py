@@ -88,9 +88,11 @@ class Proxy:
         stop_ids = self._stop_ids(chat.options.stop)
         episode.refuse_closed()
         episode.refuse_over_budget()
-        call = episode.recorder.begin(
-            role, chat.messages, chat.tools, rewrite=rewrite, max_tokens=chat.options.max_tokens, stop_ids=stop_ids
-        )
+        limit = chat.options.max_tokens
+        with episode.beginning():
+            call = episode.recorder.begin(
+                role, chat.messages, chat.tools, rewrite=rewrite, max_tokens=limit, stop_ids=stop_ids
+            )
         return await self._answer(request, _Incoming(episode, call, chat, _sha256(raw), started), chat_answer)
 
     async def _completions(self, request: Request) -> Response:
@@ -101,7 +103,8 @@ class Proxy:
         stop_ids = self._stop_ids(asked.options.stop)
         episode.refuse_closed()
         episode.refuse_over_budget()
-        call = episode.recorder.begin_text(role, ids, max_tokens=asked.options.max_tokens, stop_ids=stop_ids)
+        with episode.beginning():
+            call = episode.recorder.begin_text(role, ids, max_tokens=asked.options.max_tokens, stop_ids=stop_ids)
         return await self._answer(request, _Incoming(episode, call, asked, _sha256(raw), started), text_answer)
 
     async def _models(self, request: Request) -> Response:

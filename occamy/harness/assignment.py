@@ -49,6 +49,10 @@ class Watched(Protocol):
     def used_up(self) -> str:
         """What of the budget a call was refused for, "" while none was."""
 
+    @property
+    def too_long(self) -> str:
+        """Why the last call was refused, if the context limit was why, else ""."""
+
 
 @dataclass(frozen=True)
 class Outside:

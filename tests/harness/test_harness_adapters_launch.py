@@ -50,6 +50,7 @@ class Quiet:
     pending: float = 0.0
     idle: float = 0.0
     used_up: str = ""
+    too_long: str = ""
 
 
 def play(

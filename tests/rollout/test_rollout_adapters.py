@@ -52,11 +52,13 @@ def within(task: TaskContract, **limits: Any) -> TaskContract:
     return task.model_copy(update={"meta": task.meta.model_copy(update={"budget": budget})})
 
 
-def attempt(harness: Path, task: TaskContract, folder: Path, chatml: Path, policy: Any) -> EpisodeResult:
+def attempt(
+    harness: Path, task: TaskContract, folder: Path, chatml: Path, policy: Any, config: RolloutConfig = CONFIG
+) -> EpisodeResult:
     """One attempt by the written policy."""
     job = EpisodeJob("e", task, trial=0, seed=1, sampled_by="policy", temperature=1.0, model="written")
     with RolloutSession(
-        folder / "s", checkpoint=chatml, engine_url=policy.url, harness=load(harness), config=CONFIG
+        folder / "s", checkpoint=chatml, engine_url=policy.url, harness=load(harness), config=config
     ) as session:
         [result] = session.stream([job], 1)
     return result
@@ -109,6 +111,25 @@ def test_a_program_is_stopped_when_a_budget_is_used_up(
         assert record.steps == 2
     if limit == "tool_calls":
         assert record.tool_calls == 3
+
+
+def test_broken_calls_do_not_break_the_program(task: TaskContract, chatml: Path, policy: Any, tmp_path: Path) -> None:
+    head = '<tool_call>{"name": "file_list", "arguments": '
+    script = iter([head + "{oh", head + "[1]}</tool_call>", call("no_such_tool"), "done"])
+    policy.write = lambda prompt: next(script)
+    record = attempt(toy(tmp_path / "toy"), within(task), tmp_path, chatml, policy).record
+    assert (record.outcome, record.quarantine, record.steps, record.failed_calls) == (Outcome.completed, None, 4, 1)
+
+
+def test_a_program_that_the_context_limit_breaks_is_the_policys_failure(
+    task: TaskContract, chatml: Path, policy: Any, tmp_path: Path
+) -> None:
+    """The toy knows no way out of a refused prompt; had the policy been briefer, it would have run."""
+    policy.write = lambda prompt: call("file_read", path="x" * 400)
+    config = CONFIG.model_copy(update={"context_limit": 4096})
+    record = attempt(toy(tmp_path / "toy"), within(task), tmp_path, chatml, policy, config).record
+    assert (record.outcome, record.quarantine, record.reward) == (Outcome.timed_out, None, 0.0)
+    assert "maximum context length is 4096 tokens" in record.error and record.steps > 1
 
 
 LOOP = "import time\nwhile True: time.sleep(1)\n"

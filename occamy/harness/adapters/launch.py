@@ -80,9 +80,9 @@ class AdapterHarness:
     async def run(self, task: Assignment) -> AgentRun:
         """Run the program to its end: see `read_ending` for the outcomes.
 
-        timed_out also when a budget is used up; infra_failed also when a tool broke, or when wall time ended while
-        the endpoint, a tool or the program itself hung. Raises SandboxError, and ValueError when the assignment gives
-        it no place of its own.
+        timed_out also when a budget is used up, or when it broke down over the context limit; infra_failed also when a
+        tool broke, or when wall time ended while the endpoint, a tool or the program itself hung. Raises SandboxError,
+        and ValueError when the assignment gives it no place of its own.
         """
         if task.outside is None:
             raise ValueError(f"harness {self.adapter.name} is a program of its own: give the assignment its outside")
@@ -98,6 +98,8 @@ class AdapterHarness:
                     ended = playing.result()
                     if ended.outcome is Outcome.timed_out and (hung := self._hung(tools, outside.watch())):
                         ended = Ended(Outcome.infra_failed, error=f"{hung} when wall time ended")
+                    elif ended.outcome is Outcome.infra_failed and (too_long := outside.watch().too_long):
+                        ended = Ended(Outcome.timed_out, error=too_long)
             finally:
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)
