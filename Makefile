@@ -5,6 +5,7 @@
 # make test-node   tests with real pods on this machine (root)
 # make learning-table   three seeds on the test pool; writes docs/results/learning-$(PROFILE).json
 # make bench-capture bench-engine   ratios against a baseline in one run; write docs/results/bench-*.json
+# make images   builds them with podman or docker and prints their sizes (IMAGES="operator sandbox" IMAGE_ARGS=…)
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -22,13 +23,15 @@ OUT ?= runs/$(PROFILE)-$(SEED)
 RUN_ARGS ?=
 PYTEST_ARGS ?=
 SEEDS ?= 1 2 3
+IMAGES ?=
+IMAGE_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test test-e2e kube-assets test-node lint learning-table bench-capture bench-engine clean
+.PHONY: help setup run test test-e2e kube-assets test-node lint learning-table bench-capture bench-engine images clean
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '1,8s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -75,6 +78,9 @@ bench-capture: $(STAMP)
 
 bench-engine: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_engine --write docs/results/bench-engine.json
+
+images:
+	"$(PYTHON)" images/build.py $(IMAGES) $(IMAGE_ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build

