@@ -24,6 +24,8 @@ ON_PYTHON = ("base", "operator", "sandbox", "grader", "trainer")
 """Images that stand on a plain Python image; `trainer` is for CPUs then."""
 ON_BASE = ("rollout",)
 """Images that stand on our own base image."""
+ALSO = {"trainer": "python"}
+"""Second names: kfp.local warns of images for tasks whose name does not say python, so that pipelines use that one."""
 ON_GPU = ("trainer-gpu", "engine")
 """Images whose CUDA base has to be pulled."""
 
@@ -72,7 +74,9 @@ def build_command(image: str, tool: str, arguments: Mapping[str, str], source: s
     wheels = os.environ.get("PIP_FIND_LINKS", "")
     if name == "trainer" and tool == "podman" and Path(wheels).is_dir() and wheels:
         command += ["--volume", f"{wheels}:{wheels}:ro", "--build-arg", f"PIP_FIND_LINKS={wheels}"]
-    return [*command, "--tag", tag(image, tool), str(ROOT)]
+    for name in (image, ALSO.get(image)):
+        command += ["--tag", tag(name, tool)] if name else []
+    return [*command, str(ROOT)]
 
 
 def make_debian(tool: str) -> str:

@@ -17,10 +17,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "compile",
         help="write the pipeline as YAML for a Kubeflow cluster",
         description="Compile the pipeline that `occamy run` runs here to IR YAML; upload it in the Kubeflow UI.",
-        epilog="example: occamy compile -o post_training.yaml --image registry.example/occamy-trainer:0.1.0",
+        epilog="example: occamy compile -o post_training.yaml --image registry.example/occamy-python:0.1.0",
     )
     compile_.add_argument("-o", "--output", type=Path, default=Path("post_training.yaml"), metavar="FILE")
-    compile_.add_argument("--image", metavar="NAME", help="image of every task (default: occamy-trainer:VERSION)")
+    compile_.add_argument("--image", metavar="NAME", help="image of every task (default: occamy-python:VERSION)")
     compile_.set_defaults(handler=compile_command)
 
     ui = commands.add_parser(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import fnmatch
 import tomllib
 
-import occamy
-from components import IMAGE
-
 from .dockerfiles import ROOT, tracked
 
 
@@ -17,9 +14,3 @@ def test_every_data_file_of_the_library_is_package_data() -> None:
     data = [p.removeprefix("occamy/") for p in tracked() if p.startswith("occamy/") and not p.endswith(".py")]
     assert len(data) > 20
     assert [path for path in data if not any(fnmatch.fnmatchcase(path, p) for p in patterns)] == []
-
-
-def test_pipelines_name_an_image_that_is_built() -> None:
-    name, _, version = IMAGE.partition(":")
-    assert (name, version) == ("occamy-trainer", occamy.__version__)
-    assert (ROOT / "images" / name.removeprefix("occamy-") / "Dockerfile").exists()
