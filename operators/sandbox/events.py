@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from operators.sandbox.api import Api, ApiError, Unclear, path
 from operators.sandbox.models import GROUP, VERSION
-from operators.sandbox.pods import clock
 from operators.sandbox.views import Lease, Pool, moment
 
 COMPONENT = "occamy-sandbox-operator"
@@ -29,7 +29,7 @@ class Events:
 
     def post(self, kind: str, about: Pool | Lease, reason: str, message: str, *, warning: bool) -> None:
         """Have an event posted about one of our resources."""
-        now = moment(clock())[:19] + "Z"
+        now = moment(time.time())[:19] + "Z"
         body = {
             "apiVersion": "v1",
             "kind": "Event",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -194,8 +193,3 @@ class Pods:
             return
         self._pools[pool.uid].blocked[slot] = now + BLOCK_S
         log.warning("slot taken by a foreign pod", extra={"namespace": pool.namespace, "pod": name})
-
-
-def clock() -> float:
-    """Unix time."""
-    return time.time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import NamedTuple
 
 from operators.sandbox import metrics
@@ -14,15 +15,16 @@ from operators.sandbox.events import Events
 from operators.sandbox.models import Backend, LeaseStatus, Phase, PoolStatus
 from operators.sandbox.plan_lease import LeasePlan, plan_lease
 from operators.sandbox.plan_pool import plan_pool
-from operators.sandbox.pods import Pods, clock
+from operators.sandbox.pods import Pods
 from operators.sandbox.queue import Queue
 from operators.sandbox.views import Lease, Pod, Pool
 
 log = logging.getLogger(__name__)
 
 _WORKERS = 16
-_SETTLE_S = 0.05
-"""Pods change in bursts: a pool is planned once for all that happens in this time. Our choice."""
+_SETTLE_S = 0.2
+"""Pods change in bursts: a pool is planned once for all that happens in this time, and refilled after the claims that
+emptied it rather than among them. Our choice."""
 
 
 class Key(NamedTuple):
@@ -59,7 +61,7 @@ class Reconciler:
 
     def lease_changed(self, lease: Lease) -> None:
         """Something about the lease is new."""
-        self.seen.setdefault(lease.uid, clock())
+        self.seen.setdefault(lease.uid, time.time())
         self.queue.add(Key("lease", lease.namespace, lease.name))
 
     def lease_gone(self, lease: Lease) -> None:
@@ -110,7 +112,7 @@ class Reconciler:
             await self._pool_status(pool, await self._agent_sandbox.keep_pool(pool))
             self.queue.add_after(key, 10 * POLL_S)
             return
-        now = clock()
+        now = time.time()
         plan = plan_pool(pool, self.pods.observe(pool, now), now)
         unfurnished = [
             p for p in self.cache.pods.where("pool", pool.uid)
@@ -126,7 +128,7 @@ class Reconciler:
             if isinstance(outcome, BaseException):
                 raise outcome
         if plan.create or plan.delete:
-            now = clock()
+            now = time.time()
             plan = plan_pool(pool, self.pods.observe(pool, now), now)
             if plan.create or plan.delete:
                 self.queue.add(key)
@@ -157,7 +159,7 @@ class Reconciler:
                 await self.pods.verify(lease)
                 self._unclear.discard(lease.uid)
             pool = self.cache.pools.named(lease.namespace, lease.pool)
-            now = clock()
+            now = time.time()
             if pool is not None and pool.spec is not None and pool.spec.backend is Backend.agent_sandbox:
                 plan = await self._agent_sandbox.plan(lease, pool, now)
             else:
@@ -229,7 +231,7 @@ class Reconciler:
         """A lease has entered another phase: count it, log it, post an event."""
         words = status.message or (f"pod {status.pod}, {status.launch}" if status.phase is Phase.bound else "")
         if status.phase is Phase.bound:
-            waited = clock() - self.seen.get(lease.uid, lease.created)
+            waited = time.time() - self.seen.get(lease.uid, lease.created)
             metrics.CLAIM_SECONDS.labels(lease.namespace, lease.pool, status.launch).observe(waited)
         log.info(
             "lease moved",

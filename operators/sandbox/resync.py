@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +14,6 @@ from operators.sandbox.cache import Item, Shelf
 from operators.sandbox.health import Freshness
 from operators.sandbox.models import Backend
 from operators.sandbox.plan_pool import Deletion
-from operators.sandbox.pods import clock
 from operators.sandbox.reconcile import Reconciler
 from operators.sandbox.resources import GRACE_S
 from operators.sandbox.snapshots import judge_snapshot
@@ -114,7 +114,7 @@ class Resync:
         leases = {lease.uid for lease in cache.leases}
         pools = {pool.uid for pool in cache.pools}
         for pod in list(cache.pods):
-            reason = orphaned(pod, leases, pools, clock())
+            reason = orphaned(pod, leases, pools, time.time())
             if reason is None or pod.uid in pods.deleting:
                 continue
             await pods.delete(Deletion(pod, reason), unchanged=not pod.lease_uid)
