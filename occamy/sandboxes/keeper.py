@@ -133,6 +133,7 @@ def _become(spec: dict[str, Any], control: socket.socket, channel: socket.socket
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        os.chdir(spec["cwd"])
         if spec["reach"]:
             _listen(channel, spec["reach"])
         limits = dict(spec["limits"])

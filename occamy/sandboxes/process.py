@@ -152,8 +152,36 @@ class Command:
             self.truncated |= len(chunk) > room
 
 
-async def start(launch: Launch) -> Command:
-    """Start a command under a keeper. Raises SandboxError when the host cannot start processes."""
+@dataclass(frozen=True)
+class Keeper:
+    """A keeper that waits for its command."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    control: asyncio.StreamWriter
+
+    @property
+    def waits(self) -> bool:
+        """False when somebody has killed it."""
+        return self.process.returncode is None and not self.reader.at_eof()
+
+    async def end(self) -> None:
+        """Have it end, and wait for that."""
+        self.control.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+
+async def start(launch: Launch, keeper: Keeper | None = None) -> Command:
+    """Start a command, under this keeper or a new one. Raises SandboxError when the host cannot start processes."""
+    keeper = keeper or await start_keeper(launch.cwd, launch.argv[0])
+    keeper.control.write(json.dumps(_spec(launch)).encode() + b"\n")
+    return Command(keeper.process, keeper.reader, keeper.control, launch.limits.output_bytes)
+
+
+async def start_keeper(cwd: Path, what: str) -> Keeper:
+    """Start a keeper, which takes longer than all that follows. Raises SandboxError, naming `what` it is for."""
     ours, theirs = socket.socketpair()
     pipe = asyncio.subprocess.PIPE
     try:
@@ -162,7 +190,7 @@ async def start(launch: Launch) -> Command:
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
-            cwd=launch.cwd,
+            cwd=cwd,
             env={},
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
@@ -170,13 +198,11 @@ async def start(launch: Launch) -> Command:
     except BaseException as e:
         ours.close()
         if isinstance(e, OSError):
-            raise SandboxError(f"cannot start a process for {launch.argv[0]!r}: {e.strerror}") from e
+            raise SandboxError(f"cannot start a process for {what!r}: {e.strerror}") from e
         raise
     finally:
         theirs.close()
-    reader, control = await asyncio.open_connection(sock=ours)
-    control.write(json.dumps(_spec(launch)).encode() + b"\n")
-    return Command(process, reader, control, launch.limits.output_bytes)
+    return Keeper(process, *await asyncio.open_connection(sock=ours))
 
 
 def _spec(launch: Launch) -> dict[str, Any]:
@@ -185,6 +211,7 @@ def _spec(launch: Launch) -> dict[str, Any]:
     return {
         "argv": list(launch.argv),
         "env": launch.env,
+        "cwd": str(launch.cwd),
         "reach": list(launch.reach),
         "status_fd": launch.status_fd,
         "seconds": launch.seconds,

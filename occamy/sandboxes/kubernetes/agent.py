@@ -181,6 +181,7 @@ async def serve(agent: Agent, inside: Inside, host: str | None, port: int) -> No
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     server = await asyncio.start_server(agent.connected, host, port, limit=HEAD_BYTES)
+    inside.prepare()
     print(f"serves on port {port}", flush=True)
     await ended.wait()
     server.close()

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from occamy.sandboxes import archive, paths, roots, tree
-from occamy.sandboxes.process import Command, Launch, start
+from occamy.sandboxes.process import Command, Keeper, Launch, start, start_keeper
 from occamy.sandboxes.protocol import DiskFull, SandboxDied, SandboxError, SandboxFrozen
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
@@ -59,6 +59,8 @@ class Inside:
         self.workspace = workspace
         self._home = home
         self._commands: list[Command] = []
+        self._spare: asyncio.Task[Keeper] | None = None
+        """The next command's keeper, started ahead: a command waits for nothing but itself."""
         self._starting = asyncio.Lock()
         self._frozen = False
         self._still = False
@@ -66,6 +68,11 @@ class Inside:
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # commands have the same user, and must not trace or read this process
+
+    def prepare(self) -> None:
+        """Start the next command's keeper in the background."""
+        if not self._frozen:
+            self._spare = asyncio.create_task(start_keeper(self.workspace, "the next command"))
 
     async def exec(self, order: Order, stdin: bytes) -> Done:
         """Run a command to its end; cancelling kills it. Raises as `Sandbox.exec` does."""
@@ -171,13 +178,29 @@ class Inside:
                 folder=self.workspace,
                 seconds=order.lease_s,
                 own_user=False,  # the pods of a node share theirs
-            )
+            ),
+            await self._take_spare(),
         )
         self._commands.append(command)
+        self.prepare()
         return command
+
+    async def _take_spare(self) -> Keeper | None:
+        """The keeper that was started ahead, unless there is none, or it is gone."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        with contextlib.suppress(SandboxError):
+            keeper = await spare
+            if keeper.waits:
+                return keeper
+            await keeper.end()
+        return None
 
     async def _kill_all(self) -> None:
         """End every process but this one, however it came here. Raises SandboxDied where one is left."""
+        if keeper := await self._take_spare():
+            await keeper.end()
         commands = list(self._commands)
         for command in commands:
             await command.kill()
