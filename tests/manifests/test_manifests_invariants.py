@@ -207,3 +207,13 @@ def test_every_namespace_enforces_the_restricted_standard(name: str) -> None:
     found = {n["metadata"]["name"]: n["metadata"]["labels"] for n in of_kind(overlay(name), "Namespace")}
     levels = {n: labels["pod-security.kubernetes.io/enforce"] for n, labels in found.items()}
     assert levels == dict.fromkeys(("occamy", "occamy-sandboxes", "occamy-system"), "restricted")
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_graders_reach_nothing_and_share_neither_image_nor_user_with_agents(name: str) -> None:
+    pools = {p["metadata"]["name"]: p["spec"] for p in of_kind(overlay(name), "SandboxPool")}
+    agents, graders = PoolSpec.model_validate(pools["cowork"]), PoolSpec.model_validate(pools["graders"])
+    assert (graders.network.profile.value, graders.network.proxy, graders.network.allow) == ("none", None, ())
+    assert agents.template.image.rpartition("/")[2].startswith("occamy-sandbox:")
+    assert graders.template.image.rpartition("/")[2].startswith("occamy-grader:")
+    assert (agents.template.user, graders.template.user) == (10001, 10002)
