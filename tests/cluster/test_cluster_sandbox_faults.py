@@ -239,8 +239,12 @@ def test_what_cannot_be_leased_is_refused_with_the_reason_and_leaves_no_lease(
 
 
 def test_without_credentials_or_rights_the_error_says_so(
-    node: Node, settings: KubernetesSandboxConfig, tmp_path: Path
+    node: Node, settings: KubernetesSandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def without_client(backend: KubernetesBackend) -> None:
+        with pytest.raises(SandboxError, match=r"need the kubernetes client .*; install the package kubernetes"):
+            await backend.lease("pool", "owner", 60.0)
+
     async def refused(backend: KubernetesBackend) -> None:
         with pytest.raises(SandboxError, match=r"403 .*cannot (list|create) resource .sandboxleases."):
             await backend.lease("pool", "owner", 60.0)
@@ -253,6 +257,8 @@ def test_without_credentials_or_rights_the_error_says_so(
 
     within(settings, refused, namespace="default")
     within(settings, absent, kubeconfig=tmp_path / "nothing")
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    within(settings, without_client)
 
 
 _HOLDER = """

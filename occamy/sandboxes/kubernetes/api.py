@@ -34,14 +34,14 @@ class ApiDown(SandboxError):
 
 
 class Api:
-    """A session with one API server. Made in the event loop that uses it."""
+    """A session with one API server."""
 
-    def __init__(self, kubeconfig: Path | None, context: str | None, seconds: float) -> None:
-        """Reads the credentials. Raises SandboxError without the kubernetes client, or without credentials."""
-        self._config = _credentials(kubeconfig, context)
-        self._server = str(self._config.host).rstrip("/")
+    def __init__(self, credentials: Any, seconds: float) -> None:
+        """`credentials` is a kubernetes.client.Configuration. Belongs to the running event loop."""
+        self._config = credentials
+        self._server = str(credentials.host).rstrip("/")
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=_ssl_context(self._config), keepalive_timeout=60),
+            connector=aiohttp.TCPConnector(limit=0, ssl=_ssl_context(credentials), keepalive_timeout=60),
             timeout=aiohttp.ClientTimeout(total=seconds),
             read_bufsize=_LINE_BYTES,
         )
@@ -111,12 +111,17 @@ class Api:
         return {"Authorization": token} if token else {}
 
 
-def _credentials(kubeconfig: Path | None, context: str | None) -> Any:
-    """A kubernetes.client.Configuration."""
+def find_credentials(kubeconfig: Path | None, context: str | None) -> Any:
+    """A kubernetes.client.Configuration. Reads files, and may run a program that the kubeconfig names.
+
+    Raises SandboxError without the kubernetes client, or without credentials.
+    """
     try:
         from kubernetes import client, config  # type: ignore[import-untyped]
     except ModuleNotFoundError as e:
-        raise SandboxError(f"sandboxes in a cluster need the kubernetes client ({e}); install kubernetes") from e
+        raise SandboxError(
+            f"sandboxes in a cluster need the kubernetes client ({e}); install the package kubernetes"
+        ) from e
     found = client.Configuration()
     try:
         if kubeconfig is None and context is None:

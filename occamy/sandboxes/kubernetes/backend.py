@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from occamy.contracts.outcome import Outcome
 from occamy.sandboxes import archive, paths
-from occamy.sandboxes.kubernetes.api import Api
+from occamy.sandboxes.kubernetes.api import Api, find_credentials
 from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 from occamy.sandboxes.kubernetes.http import HEAD_BYTES
 from occamy.sandboxes.kubernetes.leases import Held, Leases
@@ -55,7 +55,7 @@ class KubernetesBackend:
             )
         self.config = config
         self.isolation = config.isolation
-        self._opened: asyncio.Future[tuple[Api, Leases]] | None = None
+        self._opened: asyncio.Task[tuple[Api, Leases]] | None = None
 
     async def lease(
         self,
@@ -96,19 +96,22 @@ class KubernetesBackend:
 
     async def close(self) -> None:
         """Release what is left and end the session with the API server."""
-        if self._opened is not None:
-            api, leases = await self._opened
-            self._opened = None
+        opened, self._opened = self._opened, None
+        if opened is not None and not (opened.done() and opened.exception()):
+            api, leases = await opened
             await leases.close(self.config.release_seconds)
             await api.close()
 
     async def _open(self) -> tuple[Api, Leases]:
-        if self._opened is None:
-            config = self.config
-            api = Api(config.kubeconfig, config.context, config.api_seconds)
-            self._opened = asyncio.get_running_loop().create_future()
-            self._opened.set_result((api, Leases(api, config.namespace, config.heartbeat_seconds)))
-        return await self._opened
+        if self._opened is None or (self._opened.done() and self._opened.exception()):
+            self._opened = asyncio.create_task(self._connect())
+        return await asyncio.shield(self._opened)
+
+    async def _connect(self) -> tuple[Api, Leases]:
+        config = self.config
+        credentials = await asyncio.to_thread(find_credentials, config.kubeconfig, config.context)
+        api = Api(credentials, config.api_seconds)
+        return api, Leases(api, config.namespace, config.heartbeat_seconds)
 
     async def _bound(self, held: Held, owner: str) -> None:
         """Wait until the operator has given the lease a pod. Raises SandboxError with what it says."""

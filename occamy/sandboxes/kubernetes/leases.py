@@ -66,7 +66,7 @@ class Leases:
         self._held: dict[str, Held] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._watching: asyncio.Task[None] | None = None
-        self._version: asyncio.Future[str] | None = None
+        self._starting = asyncio.Lock()
 
     async def create(self, spec: Mapping[str, Any]) -> Held:
         """A new lease, which nobody has seen yet. Raises SandboxError."""
@@ -112,11 +112,9 @@ class Leases:
 
     async def _start_watching(self) -> None:
         """List once, so that no event is missed from here on. Raises SandboxError."""
-        if self._version is None or (self._version.done() and self._version.exception()):
-            self._version = asyncio.ensure_future(self._list())
-        version = await asyncio.shield(self._version)
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch(version))
+        async with self._starting:
+            if self._watching is None or self._watching.done():
+                self._watching = asyncio.create_task(self._watch(await self._list()))
 
     async def _watch(self, version: str) -> None:
         """Follow all leases, whatever the API server does meanwhile."""
