@@ -30,7 +30,7 @@ from occamy.engines.client import EngineClient
 DATABASE = "capture.sqlite"
 _COLLECT = (100_000, 20, 20)
 """Thresholds of Python's garbage collector while a proxy serves (our choice). Requests are large trees that die with
-their call, without cycles; by default the collector walks them again and again, a third of all CPU time of a rollout."""
+their call, without cycles; by default the collector walks them again and again, for a third of a rollout's CPU time."""
 
 T = TypeVar("T")
 
