@@ -11,6 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from occamy.cli.options import count, port
+
 _COLOURS = {"pass": "green", "fail": "red", "skip": "yellow"}
 
 
@@ -25,9 +27,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="example: occamy engine serve --model runs/laptop-1/checkpoints/base --port 30000",
     )
     serve.add_argument("--model", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    serve.add_argument("--port", type=int, default=30000, metavar="N", help="default: 30000; 0 takes a free one")
+    serve.add_argument("--port", type=port, default=30000, metavar="N", help="default: 30000; 0 takes a free one")
     serve.add_argument("--weight-version", type=int, default=0, metavar="N")
-    serve.add_argument("--threads", type=int, default=1, metavar="N")
+    serve.add_argument("--threads", type=count, default=1, metavar="N")
     serve.add_argument(
         "--deterministic", action="store_true", help="same seed, same answer, to the last bit; about half as fast"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from occamy.cli.options import count, port
 from occamy.contracts.episode import EpisodeRecord
 
 _CONTEXT = 65536
@@ -42,7 +43,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="example: occamy harness serve accio_work --port 8200",
     )
     serve.add_argument("harness", metavar="NAME|FILE", help="an adapter with a stand-in, or any composition")
-    serve.add_argument("--port", type=int, default=0, help="port on this machine (default: a free one)")
+    serve.add_argument("--port", type=port, default=0, help="port on this machine (default: a free one)")
     serve.set_defaults(handler=serve_command)
 
 
@@ -60,16 +61,16 @@ def add_rollout_options(parser: argparse.ArgumentParser) -> None:
         help="tokenizer and chat template of the model (default: shipped base)",
     )
     own.add_argument("--engine", metavar="URL", help="engine that samples (default: the scripted oracle plays)")
-    own.add_argument("--limit", type=int, metavar="N", help="the first N tasks only")
-    own.add_argument("--trials", type=int, default=1, metavar="K", help="attempts at each task (default: 1)")
+    own.add_argument("--limit", type=count, metavar="N", help="the first N tasks only")
+    own.add_argument("--trials", type=count, default=1, metavar="K", help="attempts at each task (default: 1)")
     own.add_argument(
         "--context-limit",
-        type=int,
+        type=count,
         metavar="N",
         help=f"tokens of prompt and answer (default: {_CONTEXT}, or the least that the harness takes)",
     )
-    own.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="tokens of one turn (default: 512)")
-    own.add_argument("--concurrency", type=int, default=2, metavar="N", help="episodes in flight (default: 2)")
+    own.add_argument("--max-new-tokens", type=count, default=512, metavar="N", help="tokens of one turn (default: 512)")
+    own.add_argument("--concurrency", type=count, default=2, metavar="N", help="episodes in flight (default: 2)")
 
 
 def list_command(args: argparse.Namespace) -> int:
@@ -126,6 +127,8 @@ def rollout_command(args: argparse.Namespace) -> int:
 
     if args.tasks is None or args.out is None:
         raise ValueError("--harness needs --tasks DIR (a sealed task release) and --out DIR (where episodes go)")
+    if args.profile is not None or args.set:
+        raise ValueError("--harness plays without a recipe; leave out --profile and --set")
     harness = load(args.harness)
     least = harness.adapter.minimum_context if isinstance(harness, AdapterHarness) else 0
     config = RolloutConfig(

@@ -26,6 +26,22 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="seed of everything random (default: the recipe's)")
 
 
+def count(text: str) -> int:
+    """Type of an option that counts something: a whole number from 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too small; give 1 or more")
+    return number
+
+
+def port(text: str) -> int:
+    """Type of an option that names a TCP port; 0 takes a free one."""
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; give 0 to 65535")
+    return number
+
+
 def add_out_option(parser: argparse.ArgumentParser) -> None:
     """--out."""
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: runs/PROFILE-SEED)")

@@ -11,6 +11,8 @@ import socket
 import threading
 from pathlib import Path
 
+from occamy.cli.options import port
+
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register proxy."""
@@ -29,7 +31,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     serve.add_argument("--engine", required=True, metavar="URL", help="base URL of an SGLang-compatible engine")
     serve.add_argument("--context-limit", type=int, required=True, metavar="N", help="tokens of prompt and answer")
     serve.add_argument("--host", default="127.0.0.1", metavar="ADDRESS")
-    serve.add_argument("--port", type=int, default=8100, metavar="N", help="default: 8100")
+    serve.add_argument("--port", type=port, default=8100, metavar="N", help="default: 8100")
     serve.add_argument(
         "--workers", type=int, default=1, metavar="N", help="processes; each episode stays with one (default: 1)"
     )

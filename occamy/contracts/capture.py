@@ -36,7 +36,7 @@ class Marked(Record):
 class Auxiliary(Record):
     """Housekeeping calls of one kind, sent to a run of their own."""
 
-    run: str = Field(pattern=r"aux[a-z0-9-]*")
+    run: str = Field(pattern=r"^aux[a-z0-9-]*$")
     """Last part of the base URL before ``/v1``."""
     purpose: Literal["summary", "title", "memory", "other"]
     """What it is for. Only a summary may train: it is written by the policy and changes what the policy sees."""

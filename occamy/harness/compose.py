@@ -72,7 +72,7 @@ def _check_part(part: Any, models: Sequence[type[Record]], place: str) -> None:
     kinds = {_kind(model): model for model in models}
     if not isinstance(part, Mapping) or "kind" not in part:
         raise CompositionError(f"{place}: has no kind; give one of {sorted(kinds)}")
-    if part["kind"] not in kinds:
+    if not isinstance(part["kind"], str) or part["kind"] not in kinds:
         raise CompositionError(f"{place}: unknown part {part['kind']!r}{nearest(str(part['kind']), kinds)}")
     _check_keys(part, kinds[part["kind"]].model_fields, f"{place} ({part['kind']})")
 

@@ -75,7 +75,7 @@ def _read(source: str | Path) -> tuple[Path, Any]:
         raise CompositionError(f"harness {str(source)!r} is unknown{nearest(str(source), shipped)}")
     try:
         return path, yaml.safe_load(path.read_text())
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise CompositionError(f"{path}: no YAML: {e}") from e
 
 

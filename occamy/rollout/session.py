@@ -24,6 +24,7 @@ from occamy.capture.server import ProxyServer
 from occamy.capture.store import Store
 from occamy.contracts.episode import EpisodeRecord, Outcome, Segment
 from occamy.contracts.lineage import tokenizer_digest
+from occamy.contracts.manifest import NAME as MANIFEST
 from occamy.contracts.manifest import Manifest, write_atomic
 from occamy.contracts.record import canonical_json
 from occamy.engines.client import EngineClient
@@ -312,6 +313,8 @@ def _resumed(store: Store) -> dict[str, EpisodeRecord]:
 def _check_identity(folder: Path, identity: dict[str, Any]) -> None:
     path = folder / "session.json"
     if not path.is_file():
+        if (folder / MANIFEST).is_file():
+            raise SessionError(f"{folder}: is sealed already; name another folder for the episodes")
         write_atomic(path, canonical_json(identity))
         return
     before = json.loads(path.read_bytes())

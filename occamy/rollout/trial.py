@@ -41,7 +41,7 @@ def play(
 ) -> list[EpisodeRecord]:
     """Run `trials` attempts at each task in the session `folder` and seal them there. Resumable, like any session.
 
-    Raises what a session raises.
+    Raises what a session raises, and EngineError when the engine is not there.
     """
     teaching = sampler.engine_url is None
     jobs = list(
@@ -68,6 +68,7 @@ def play(
         asked=asked,
     )
     with session:
+        session.check_engine()
         for result in session.stream(jobs, config.concurrency):
             on_record(result.record)
         session.seal(kind="episodes", parents={}, facts={"asked": asked})

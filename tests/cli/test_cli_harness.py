@@ -73,6 +73,18 @@ def test_what_cannot_be_rolled_out_is_said(
     assert "did you mean 'react'?" in failing(capsys, "rollout", "--harness", "raect", *out)
     missing = failing(capsys, "rollout", "--harness", "hermes", *out)
     assert "nowhere/hermes holds no such program; run `occamy harness install hermes`" in missing
+    react = ("rollout", "--harness", "react", *out)
+    assert "leave out --profile and --set" in failing(capsys, *react, "--set", "sao.steps=1")
+    assert "127.0.0.1:1/health: nobody listens there" in failing(capsys, *react, "--engine", "http://127.0.0.1:1")
+    assert f"{tasks}: is sealed already" in failing(capsys, *react, "--out", str(tasks))
+    with pytest.raises(SystemExit):
+        main([*react, "--limit", "-1"])
+    assert "argument --limit: -1 is too small; give 1 or more" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["harness", "serve", "accio_work", "--port", "99999"])
+    assert "99999 is no port" in capsys.readouterr().err
+    (tmp_path / "odd.yaml").write_bytes(b"\xff")
+    assert "odd.yaml: no YAML" in failing(capsys, "rollout", "--harness", str(tmp_path / "odd.yaml"), *out)
     assert "a composition, which needs no program" in failing(capsys, "harness", "install", "react")
 
 

@@ -61,6 +61,11 @@ def test_an_unknown_place_is_refused_where_the_declaration_is_read(tmp_path: Pat
         ({"launch": {"kind": "telepathy"}}, "'telepathy'"),
         ({"capture": {"summaries": [{"role": "user", "starts": ""}]}}, "capture.summaries.0.starts"),
         ({"retry": 3}, "retry: Extra inputs are not permitted"),
+        ({"name": "../toy"}, r"name: .* \(got '../toy'\)"),
+        ({"tools": {"result": "("}}, r"tools.result: .*no regular expression: .* \(got '\('\)"),
+        ({"capture": {"auxiliaries": [{"run": "my-aux", "purpose": "title"}]}}, "capture.auxiliaries.0.run"),
+        ({"launch": {"kind": "command", "argv": ["toy"], "scripts": ["../go.py"]}}, "scripts.0: .*without '..'"),
+        ({"launch": {"kind": "command", "argv": ["toy"], "config": {"/etc/c.json": {}}}}, "config.*below the folder"),
     ],
 )
 def test_a_bad_declaration_is_refused_by_its_key(change: dict[str, Any], said: str, tmp_path: Path) -> None:

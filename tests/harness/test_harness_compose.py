@@ -76,6 +76,7 @@ def test_digest_covers_every_setting_and_writes_out_defaults() -> None:
         ),
         ({"middleware": [{"kind": "retry", "attempts": 0}]}, "attempts"),
         ({"middleware": [{"attempts": 3}]}, r"middleware\[0\]: has no kind"),
+        ({"middleware": [{"kind": ["trace"]}]}, r"middleware\[0\]: unknown part"),
         (
             {"middleware": [{"kind": "failures"}, {"kind": "budgets"}]},
             "outermost first: recovery, subagents, compaction",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import Outcome
@@ -28,6 +29,26 @@ address up to the run: ``{base}/root/v1``. ``program`` is the folder that the pr
 PLACE = re.compile(r"\{([a-z_]+)\}")
 
 
+def _regular(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as e:
+        raise ValueError(f"no regular expression: {e}") from e
+    return pattern
+
+
+def _below(path: str) -> str:
+    place = PurePosixPath(path)
+    if not place.name or place.is_absolute() or ".." in place.parts:
+        raise ValueError("give a path below the folder, without '..'")
+    return path
+
+
+Pattern = Annotated[str, AfterValidator(_regular)]
+Below = Annotated[str, AfterValidator(_below)]
+"""A path that stays below its folder."""
+
+
 class ToolSource(Record):
     """Where the program's tools come from, and how the policy sees them."""
 
@@ -35,7 +56,7 @@ class ToolSource(Record):
     """mcp: the world's tools over streamable HTTP; the workspace is the current folder besides."""
     prefix: str = ""
     """What the program puts before the name of a world's tool."""
-    result: str = ""
+    result: Pattern = ""
     """Regular expression that finds, in a tool message, the JSON object around the world's answer; "" for none."""
     keys: tuple[str, ...] = ()
     """Keys of that object under which the answer may lie."""
@@ -72,9 +93,9 @@ class Ending(Record):
 class Installed(Record):
     """How the program is found, and how it comes there."""
 
-    version_file: str
+    version_file: Below
     """Glob below the program's folder; the file that states the version."""
-    version_pattern: str
+    version_pattern: Pattern
     """Regular expression whose first group is the version, searched line by line."""
     steps: tuple[tuple[str, ...], ...]
     """Commands of the set-up. ``{program}``, ``{python}`` and ``{here}`` (the folder of this declaration) are
@@ -91,9 +112,9 @@ class Command(Record):
     """Command line, started in the workspace."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment beside the sandbox's own."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: dict[Below, Any] = Field(default_factory=dict)
     """Path below the private home -> configuration, written as JSON or YAML by its suffix."""
-    scripts: tuple[str, ...] = ()
+    scripts: tuple[Below, ...] = ()
     """Files beside the declaration that are copied into the private home as they are."""
     startup_seconds: float = Field(default=0.0, ge=0)
     """Wall time that the program needs before it begins; comes on top of the task's budget."""
@@ -112,7 +133,7 @@ class Service(Record):
 class Adapter(Record):
     """The declaration of one agent program."""
 
-    name: str = Field(pattern=r"[a-z][a-z0-9_]*")
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     version: str
     """Version of the program that all of this was seen in."""
     protocol: Literal["openai-chat"] = "openai-chat"
