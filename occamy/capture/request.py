@@ -95,7 +95,8 @@ class TextRequest:
 def parse_chat(raw: bytes, known: Sequence[list[Message]] = ()) -> ChatRequest:
     """Read a chat-completions body. Raises ApiError 400 naming the parameter.
 
-    `known` are messages of valid requests before: a request that begins with them has only its new ones checked.
+    `known` are messages of valid requests before, the latest first: of a request that begins with some only the new
+    ones are checked.
     """
     body = _object(raw, _KNOWN_CHAT, _NEUTRAL_CHAT)
     options = _options(body, _max_tokens(body), _flag(body, "logprobs"))
@@ -155,7 +156,7 @@ def _bad(param: str, fix: str) -> ApiError:
 def _messages(messages: Any, known: Sequence[list[Message]]) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise _bad("messages", "send a non-empty list")
-    checked = max((len(before) for before in known if messages[: len(before)] == before), default=0)
+    checked = next((len(before) for before in known if messages[: len(before)] == before), 0)
     for i, message in enumerate(messages[checked:], checked):
         if not isinstance(message, dict) or str(message.get("role")) not in _ROLES:
             raise _bad(f"messages[{i}]", f"needs a role out of {sorted(_ROLES)}")
