@@ -22,13 +22,6 @@ Managers = Callable[[str | None], type[AClusterManager]]
 CHOICES = ("k8s_provider", "k8s_kubeconfig", "k8s_kubeconfig_override")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """The marker of tests that need `node_cluster`."""
-    config.addinivalue_line(
-        "markers", "node: runs real pods on this machine (root) or on the cluster that --k8s-provider names"
-    )
-
-
 @pytest.fixture(scope="session")
 def assets() -> Iterator[Assets]:
     """The programs of the local control plane; their kubectl is the one that pytest-kubernetes finds in PATH."""
