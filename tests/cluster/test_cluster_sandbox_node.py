@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from kubernetes import client
@@ -319,33 +319,31 @@ def test_grading_is_apart_from_an_agent_that_cheats(world: World, settings: Kube
 def test_the_first_command_with_the_agent_and_through_pods_exec(
     world: World, settings: KubernetesSandboxConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From asking for a lease on a warm pool to the first command's output."""
-    rounds = 8
+    """From asking for a lease on a warm pool to the first command's output, by turns, so that both meet the same load."""
+    routes: tuple[Literal["agent", "exec"], ...] = ("agent", "exec")
+    leased: dict[str, list[float]] = {route: [] for route in routes}
+    first: dict[str, list[float]] = {route: [] for route in routes}
 
-    def measure(route: str) -> tuple[float, float, float]:
-        leased: list[float] = []
-        first: list[float] = []
-        second: list[float] = []
-
-        async def body(backend: KubernetesBackend) -> None:
-            for _ in range(rounds):
+    async def body(backend: KubernetesBackend) -> None:
+        other = KubernetesBackend(settings.model_copy(update={"route": "exec"}))
+        for turn in range(9):
+            for route, used in zip(routes, (backend, other)):
                 await asyncio.to_thread(world.ready, "pool", 2, 60)
                 began = time.monotonic()
-                sandbox = await backend.lease("pool", "owner", 60.0)
-                leased.append(time.monotonic() - began)
+                sandbox = await used.lease("pool", "owner", 60.0)
+                bound = time.monotonic()
+                assert sandbox.route == route
                 assert (await sandbox.exec(["echo", "1"])).stdout == b"1\n"
-                first.append(time.monotonic() - began)
-                again = time.monotonic()
-                await sandbox.exec(["echo", "1"])
-                second.append(time.monotonic() - again)
+                if turn:  # the first opens the backend's watch
+                    leased[route].append(bound - began)
+                    first[route].append(time.monotonic() - began)
                 await sandbox.release()
+        await other.close()
 
-        within(settings, body, route=route)
-        return statistics.median(leased[1:]), statistics.median(first[1:]), statistics.median(second[1:])
-
-    agent, tunnel = measure("agent"), measure("exec")
+    within(settings, body)
     with capsys.disabled():
-        for name, figures in (("agent", agent), ("exec", tunnel)):
-            words = "lease {:.0f} ms, lease and first command {:.0f} ms, a further command {:.0f} ms"
-            print(f"\n{name}: {words.format(*(1000 * f for f in figures))}", end="")
-    assert agent[1] < tunnel[1]
+        for route in routes:
+            figures = [f(each[route]) * 1000 for each in (leased, first) for f in (statistics.median, min)]
+            words = "lease {:.0f} ms (best {:.0f}), lease and first command {:.0f} ms (best {:.0f})"
+            print(f"\n{route}: {words.format(*figures)}", end="")
+    assert min(first["agent"]) < min(first["exec"])
