@@ -319,7 +319,7 @@ def test_grading_is_apart_from_an_agent_that_cheats(world: World, settings: Kube
 def test_the_first_command_with_the_agent_and_through_pods_exec(
     world: World, settings: KubernetesSandboxConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From asking for a lease on a warm pool to the first command's output, by turns, so that both meet the same load."""
+    """From asking for a lease on a warm pool to the first command's output: by turns, under the same load."""
     routes: tuple[Literal["agent", "exec"], ...] = ("agent", "exec")
     leased: dict[str, list[float]] = {route: [] for route in routes}
     first: dict[str, list[float]] = {route: [] for route in routes}
