@@ -14,6 +14,7 @@ from itertools import groupby
 import numpy as np
 
 from occamy.capture.ledger import LedgerTurn
+from occamy.capture.runs import ROOT
 from occamy.contracts.episode import EpisodeRecord, Origin, QuarantineReason, Segment
 from occamy.engines.client import EngineClient, EngineError
 
@@ -124,6 +125,13 @@ def _totals(record: EpisodeRecord, segments: Sequence[Segment], turns: Sequence[
     for kind, name, recorded, found in pairs:
         if recorded != found:
             yield TokenFinding(kind, record.episode_id, "", -1, -1, -1, recorded, found, note=name)
+    if others := {s.sampled_by for s in segments} - {record.sampled_by}:
+        place = (record.episode_id, "", -1, -1, -1)
+        yield TokenFinding(Change.total, *place, record.sampled_by, min(others), note="sampled by")
+    heard = {t.ordinal for t in turns if t.run == ROOT or t.run.startswith("branch")}
+    if (answered := len(heard)) < record.steps:
+        place = (record.episode_id, ROOT, -1, -1, -1)
+        yield TokenFinding(Change.missing_turn, *place, record.steps, answered, note="turns of the root run")
 
 
 def _compare(segment: Segment, chain: Chain, answered: Mapping[tuple[int, int], LedgerTurn]) -> Iterator[TokenFinding]:

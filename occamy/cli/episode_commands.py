@@ -87,11 +87,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running engine, for versions without a checkpoint")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=_positive,
         default=TOLERANCE,
         metavar="NATS",
         help=f"largest difference of a log-prob (default: {TOLERANCE:g}, for float32; bfloat16 needs about 0.05)",
     )
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def list_command(args: argparse.Namespace) -> int:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from occamy.contracts.episode import EpisodeRecord, QuarantineReason
+from occamy.contracts.episode import EpisodeRecord, Outcome, QuarantineReason
 from occamy.contracts.record import canonical_json, digest
 from occamy.contracts.task import TaskContract
 from occamy.rollout.evidence import Evidence
+from occamy.rollout.grading import Grade, grade
 from occamy.worlds.tools import FILE_TOOLS
 from occamy.worlds.workspace import MemoryWorkspace
 from occamy.worlds.world import WORLD_VERSION, Event, World, WorldError
@@ -29,6 +30,7 @@ class Drift(StrEnum):
     fingerprint = "fingerprint"
     final_state = "final_state"
     missing_call = "missing_call"
+    grade = "grade"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class StateFinding:
 
 
 def replay_state(record: EpisodeRecord, evidence: Evidence, contract: TaskContract) -> list[StateFinding]:
-    """Make the logged calls again in a fresh world and compare result, change and clock of each, then the final state.
+    """Make the logged calls again in a fresh world and compare result, change and clock of each, the final state, and
+    the grade that follows from it.
 
     Where an agent could write files past the dispatcher, files at the end and what file tools answer are not compared.
     A mismatch of versions comes first, since it may explain the others.
@@ -79,7 +82,28 @@ def replay_state(record: EpisodeRecord, evidence: Evidence, contract: TaskContra
             found += _final(record, evidence.state, world.state(), evidence.logged_files)
     finally:
         world.close()
-    return found
+    return [*found, *_graded(record, evidence, contract)]
+
+
+def _graded(record: EpisodeRecord, evidence: Evidence, contract: TaskContract) -> Iterator[StateFinding]:
+    """What of the judgement does not follow from the evidence."""
+    completed, place = record.outcome is Outcome.completed, (Drift.grade, record.episode_id, -1)
+    if completed and not (evidence.state and evidence.answer.strip()):
+        yield StateFinding(*place, "outcome", "completed", "no answer" if evidence.state else "no final state")
+    again = Grade(score=0.0, success=False, goals_met=(), forbidden=())
+    if record.outcome is not Outcome.infra_failed and evidence.state:
+        again = grade(contract, evidence.state, evidence.events, evidence.answer, completed)
+    rewards = {again.score} if completed else {0.0, again.score}
+    pairs = [
+        ("score", record.score, again.score),
+        ("success", record.success, again.success),
+        ("reward", record.reward, record.reward if record.reward in rewards else again.score),
+        ("goals met", tuple(evidence.goals_met), again.goals_met),
+        ("forbidden", tuple(evidence.forbidden), again.forbidden),
+    ]
+    for name, recorded, found in pairs:
+        if recorded != found:
+            yield StateFinding(*place, name, str(recorded), str(found))
 
 
 def _drift(record: EpisodeRecord, evidence: Evidence, contract: TaskContract) -> Iterator[StateFinding]:

@@ -138,6 +138,7 @@ def test_a_turn_that_is_missing_in_both_is_missed_by_the_totals() -> None:
     assert {(f.kind, f.note, f.recorded, f.replayed) for f in found} == {
         (Change.total, "prompt tokens", 11, 5),
         (Change.total, "sampled tokens", 5, 4),
+        (Change.missing_turn, "turns of the root run", 3, 2),
     }
     middle = check_capture(record(), [cut(SEGMENTS[0], 3, 5), SEGMENTS[1]], [TURNS[1], TURNS[2]])
     assert (Change.missing_turn, 0) in [(f.kind, f.position) for f in middle]
@@ -150,6 +151,14 @@ def test_a_missing_segment_and_other_versions_than_the_records_are_named() -> No
     [finding] = check_capture(record(version_max=5), SEGMENTS, TURNS)
     assert (finding.kind, finding.recorded, finding.replayed) == (Change.weight_version, 5, 4)
     assert finding.reason is QuarantineReason.mixed_weight_versions
+
+
+def test_who_sampled_and_how_many_turns_are_those_of_the_record() -> None:
+    others = [dataclasses.replace(SEGMENTS[0], sampled_by="teacher"), SEGMENTS[1]]
+    [finding] = check_capture(record(), others, TURNS)
+    assert (finding.note, finding.recorded, finding.replayed) == ("sampled by", "policy", "teacher")
+    [finding] = check_capture(record(steps=4), SEGMENTS, TURNS)
+    assert (finding.kind, finding.recorded, finding.replayed) == (Change.missing_turn, 4, 3)
 
 
 def test_whichever_attempt_was_used_explains_the_segment() -> None:
@@ -168,7 +177,7 @@ def test_a_fork_holds_the_answer_that_it_goes_on_from_once() -> None:
     again = dataclasses.replace(dropped, attempt=1, output=np.array([25], np.int32))
     root = segment(0, [11, 12, 25], [I, I, S], [0, 0, -0.5], [-1, -1, 3])
     held = segment(0, [11, 12, 21, 14, 22], [I, I, C, I, C], [0, 0, -0.5, 0, -1], [-1, -1, 3, -1, 3], run="branch-0")
-    totals = record(input_tokens=8, output_tokens=3, version_max=3)
+    totals = record(steps=2, input_tokens=8, output_tokens=3, version_max=3)
     assert check_capture(totals, [root, held], [dropped, again, fork]) == []
     bare = segment(0, [11, 12, 21, 14, 22], [I, I, I, I, C], [0, 0, 0, 0, -1], [-1, -1, -1, -1, 3], run="branch-0")
     assert check_capture(totals, [root, bare], [dropped, again, fork]) == []

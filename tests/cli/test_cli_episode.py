@@ -175,7 +175,7 @@ def test_state_replay_says_what_it_did_and_fails_on_findings(
     write_sealed(tmp_path / "bad", [episode.record], episode.segments, kind="episodes", parents={}, facts={})
     lines = said(capsys, "replay", "state", str(tmp_path / "bad"), "a.0", code=1).splitlines()
     assert lines[1] == "episode a.0: final state crm A01: recorded {'visits': 13}, found {'visits': 12}"
-    assert lines[-1] == "1 episodes, 1 tool calls made again: 2 findings"
+    assert lines[-1] == "1 episodes, 1 tool calls made again: 3 findings"
     said(capsys, "replay", "admit", str(tmp_path / "bad"), str(tmp_path / "out"))
     shown = said(capsys, "episode", "list", str(tmp_path / "out"))
     assert shown.splitlines()[1].split()[-1] == "state_drift"

@@ -76,6 +76,10 @@ def drifts(one: Recorded) -> list[tuple[Drift, int]]:
     return [(f.kind, f.call) for f in replay_state(one.record, one.evidence, one.contract)]
 
 
+def of_state(one: Recorded) -> list[Drift]:
+    return [kind for kind, _ in drifts(one) if kind is not Drift.grade]
+
+
 def with_event(one: Recorded, at: int, **changes: Any) -> Recorded:
     assert one.evidence is not None
     events = list(one.evidence.events)
@@ -120,6 +124,35 @@ def test_a_session_and_its_sealed_episodes_tell_the_same(policy: Path) -> None:
     live.close()
     with pytest.raises(SealError, match="neither a sealed folder"):
         open_archive(policy / "sealed" / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"score": 0.5}, ["score"]),
+        ({"success": False}, ["success"]),
+        ({"reward": 0.0}, ["reward"]),
+        ({"outcome": Outcome.agent_failed}, ["success"]),
+    ],
+)
+def test_a_judgement_that_does_not_follow_from_the_evidence_is_named(
+    episode: Recorded, changes: dict[str, Any], names: list[str]
+) -> None:
+    assert episode.evidence is not None and episode.contract is not None
+    record = episode.record.model_copy(update=changes)
+    found = replay_state(record, episode.evidence, episode.contract)
+    assert [(f.kind, f.name) for f in found] == [(Drift.grade, name) for name in names]
+    assert {f.reason for f in found} == {QuarantineReason.state_drift}
+
+
+def test_a_completed_episode_has_an_answer_and_a_final_state(episode: Recorded) -> None:
+    assert episode.evidence is not None and episode.contract is not None
+    silent = replace(episode.evidence, answer=" ")
+    [finding] = replay_state(episode.record, silent, episode.contract)
+    assert (finding.name, finding.recorded, finding.replayed) == ("outcome", "completed", "no answer")
+    lost = replace(episode.evidence, state={})
+    names = [f.name for f in replay_state(episode.record, lost, episode.contract)]
+    assert names == ["outcome", "score", "success", "reward", "goals met"]
 
 
 def test_a_changed_tool_result_is_named_with_both_values(episode: Recorded) -> None:
@@ -181,10 +214,11 @@ def test_files_that_no_call_wrote_are_drift_unless_the_agent_has_a_shell(episode
     fingerprint = state_replay.digest(state)
     record = episode.record.model_copy(update={"final_fingerprint": fingerprint})
     other = replace(episode, record=record, evidence=replace(episode.evidence, state=state))
-    assert drifts(other) == [(Drift.final_state, -1)]
+    assert of_state(other) == [Drift.final_state]
     assert other.evidence is not None
-    assert drifts(replace(other, evidence=replace(other.evidence, logged_files=False))) == []
-    assert drifts(replace(other, record=episode.record)) == [(Drift.final_state, -1), (Drift.final_state, -1)]
+    assert of_state(replace(other, evidence=replace(other.evidence, logged_files=False))) == []
+    assert of_state(replace(other, record=episode.record)) == [Drift.final_state, Drift.final_state]
+    assert Drift.grade in [kind for kind, _ in drifts(other)]  # nobody asked for that file
 
 
 def test_log_probs_of_real_episodes_come_out_again_and_a_change_is_found(policy: Path, checkpoint: Path) -> None:
