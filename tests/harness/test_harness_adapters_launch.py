@@ -69,8 +69,8 @@ def play(
     (here / "go.py").write_text(script)
     launch = {
         "kind": "command",
-        "argv": ["{python}", "{home}/go.py", "{home}/etc/setup.json", "{request}"],
-        "env": {"WHO": "{model}"},
+        "argv": ["{python}", "{home}/go.py", "{home}/etc/setup.json", "{request}", "{turns}"],
+        "env": {"WHO": "{model}", "LIMIT": "{context_limit}"},
         "scripts": ["go.py"],
         "config": {"etc/setup.json": SETUP, **(config or {})},
     }
@@ -117,8 +117,8 @@ def test_a_program_finds_its_setup_at_home_and_its_tools_over_mcp(tmp_path: Path
 import os
 open("made", "w").write("by the agent")
 said = [call("crm_update", id="A01", tier="gold"), call("crm_get", id="B")]
-print(json.dumps({"said": said, "setup": setup["limit"], "who": setup["who"], "env": os.environ["WHO"],
-                  "asked": sys.argv[2], "yaml": open(os.environ["HOME"] + "/c.yaml").read(),
+print(json.dumps({"said": said, "setup": setup["limit"], "who": setup["who"],
+                  "env": os.environ["WHO"] + os.environ["LIMIT"], "asked": sys.argv[2], "turns": sys.argv[3], "yaml": open(os.environ["HOME"] + "/c.yaml").read(),
                   "text": open(os.environ["HOME"] + "/note").read()}))
 """
     )
@@ -129,8 +129,9 @@ print(json.dumps({"said": said, "setup": setup["limit"], "who": setup["who"], "e
         "said": ["ok", '{"error":"not_found"}'],
         "setup": 4096,
         "who": "m at 0.5",
-        "env": "m",
+        "env": "m4096",
         "asked": "do 'this' $HOME {now}",
+        "turns": "9",
         "yaml": "limit: 4096\né:\n- k\n",
         "text": "for m\n",
     }

@@ -133,8 +133,8 @@ class AdapterHarness:
         if unpacked.exit_code != 0:
             return Ended(Outcome.infra_failed, error=f"no home for the program: {unpacked.stderr.decode()[-200:]}")
         result = await sandbox.exec(
-            fill(launch.argv, places),
-            env=fill(launch.env, places),
+            [str(word) for word in fill(launch.argv, places)],
+            env={name: str(value) for name, value in fill(launch.env, places).items()},
             timeout_s=task.budget.wall_seconds + launch.startup_seconds,
         )
         report: bytes | None = None
