@@ -22,8 +22,8 @@ def recognise(
 
     `known` are the fingerprints of the history's last request; message `answered` is the answer to that, -1 if the
     request does not hold it. The request must keep the system message and the order of what it keeps; everything else
-    in it is a declared summary, a message cut as declared, or new and at the end. Without a new summary only trailers
-    may be missing, and the answer where trailers came in its place. Returns None if it is anything else.
+    in it is a declared summary, a message cut as declared, or new and at the end. Without a summary only trailers may
+    be missing, and the answer where trailers came in its place. Returns None if it is anything else.
     """
     places = [p[: PRINT // 2] for p in known]
     if places and places[0] == SYSTEM and prints[0] != known[0]:
@@ -31,7 +31,7 @@ def recognise(
     end = answered if answered >= 0 else len(messages)
     after = messages[end + 1 :]
     summaries = sum(is_marked(m, rules.summaries) for m in after)
-    at = cut = 0
+    at = cut = same = 0
     missing: list[int] = []
     new: list[Message] = []
     for message, print_ in zip(messages[:end], prints, strict=False):
@@ -47,10 +47,11 @@ def recognise(
             return None
         missing += range(at, found)
         at = found + 1
+        same += is_marked(message, rules.summaries)
     if (new and answered >= 0) or any(m["role"] not in appendable for m in (*new, *after)):
         return None
     missing += range(at, len(known))
-    if summaries:
+    if summaries or (same and not all(places[i] == TRAILER for i in missing)):  # a summary may say the same again
         return "summary_replacement"
     dropped = bool(new) and all(is_marked(m, rules.trailers) for m in new)
     return "history_pruning" if (cut or missing or dropped) and all(places[i] == TRAILER for i in missing) else None

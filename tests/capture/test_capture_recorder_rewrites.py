@@ -116,6 +116,19 @@ def test_hermes_merges_a_summary_into_the_turn_after_it(talk_of: Callable[[Captu
     assert talk.segments()[0].closed_by == "summary_replacement"
 
 
+def test_a_summary_may_say_again_what_the_one_before_said(talk_of: Callable[[CaptureRules], Talk]) -> None:
+    talk = talk_of(OPENCLAW)
+    talk.step(GET, "one")
+    summary = {"role": "user", "content": f"{OPENCLAW.summaries[0].starts}: all is well"}
+    for _ in range(2):
+        talk.history = [SYSTEM, summary, *talk.history[-2:]]
+        assert talk.step(GET, "two") is Prefix.rewrite
+        assert talk.step(GET, "three") is Prefix.continued
+    assert talk.recorder.quarantine is None and len(talk.segments()) == 3
+    talk.history = [SYSTEM, {"role": "user", "content": "something else"}]
+    assert talk.step(GET, "four") is Prefix.unexplained
+
+
 def test_hermes_cuts_long_arguments_in_place(talk_of: Callable[[CaptureRules], Talk]) -> None:
     talk = talk_of(HERMES)
     write = 'file_write{"path":"notes","text":"A01.tier=gold;B02.tier=gold;"}<end>'

@@ -118,7 +118,8 @@ import os
 open("made", "w").write("by the agent")
 said = [call("crm_update", id="A01", tier="gold"), call("crm_get", id="B")]
 print(json.dumps({"said": said, "setup": setup["limit"], "who": setup["who"],
-                  "env": os.environ["WHO"] + os.environ["LIMIT"], "asked": sys.argv[2], "turns": sys.argv[3], "yaml": open(os.environ["HOME"] + "/c.yaml").read(),
+                  "env": os.environ["WHO"] + os.environ["LIMIT"], "asked": sys.argv[2],
+                  "turns": sys.argv[3], "yaml": open(os.environ["HOME"] + "/c.yaml").read(),
                   "text": open(os.environ["HOME"] + "/note").read()}))
 """
     )
