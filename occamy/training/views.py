@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from occamy.contracts.episode import EpisodeRecord, Segment
 
 ROOT = "root"
+_AUXILIARY = "aux"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def training_view(
         for s in sorted(by_episode[record.episode_id], key=lambda s: s.index):
             runs.setdefault(s.run, []).append(s)
         for name, run in runs.items():
-            if name == ROOT or any(s.mask.any() for s in run):
+            if name == ROOT or (name.startswith(_AUXILIARY) and any(s.mask.any() for s in run)):
                 out.extend(_of_run(record, name, run))
             else:
                 rejected["subagent"] += len(run)

@@ -187,8 +187,12 @@ def test_a_pod_that_dies_fails_its_lease_and_is_not_replaced_by_its_namesake(wor
         status = world.until("one", "Bound")
         world.delete("pods", status["pod"])
         assert world.until("one", "Failed")["reason"] == "PodLost"
-        namesake = eventually(lambda: world.read("pods", status["pod"]), 30)
-        assert namesake is not None and namesake["metadata"]["uid"] != status["podUid"]
+
+        def namesake() -> bool:
+            pod = world.read("pods", status["pod"])
+            return pod is not None and pod["metadata"]["uid"] != status["podUid"]
+
+        eventually(namesake, 30)
         world.ready("p", 1)
         assert world.status("one")["phase"] == "Failed"
 
