@@ -131,6 +131,8 @@ class Proxy:
             error = ApiError(400, str(e), "context_length_exceeded", param=param)
         except TemplateError as e:
             error = ApiError(400, str(e), "template_refused", param=param)
+        except orjson.JSONEncodeError as e:
+            error = ApiError(400, f"the body is nested too deeply to be recorded: {e}", "invalid_value", param=param)
         self._metrics.refused(error.code)
         return error_response(error)
 

@@ -126,6 +126,15 @@ def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Any, conne
         ({"messages": [ASK], "stop": "done check"}, "unsupported_value", "stop"),
         ({"messages": [ASK], "tools": [{}]}, "invalid_value", "tools"),
         ({"messages": [ASK], "max_tokens": 60}, "context_length_exceeded", "messages"),
+        (
+            b'{"messages":[{"role":"user","content":"x"}],"tools":[{"function":{"name":"x","parameters":'
+            + 300 * b'{"a":'
+            + b"1"
+            + 300 * b"}"
+            + b"}}]}",
+            "invalid_value",
+            "messages",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(client: Any, body: Any, code: str, param: str | None) -> None:
