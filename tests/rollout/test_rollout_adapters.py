@@ -154,10 +154,10 @@ ONE_TURN = TURN[: TURN.index("while True:")] + (
 def test_programs_that_misbehave_end_typed(
     script: str, outcome: Outcome, said: str, task: TaskContract, chatml: Path, policy: Any, tmp_path: Path
 ) -> None:
-    path = toy(tmp_path / "toy", stall_seconds=2.0)
+    path = toy(tmp_path / "toy", stall_seconds=0.5)
     (tmp_path / "toy" / "toy.py").write_text(script)
     hangs = LOOP in script
-    result = attempt(path, within(task, wall_seconds=6.0 if hangs else 60.0), tmp_path, chatml, policy)
+    result = attempt(path, within(task, wall_seconds=15.0 if hangs else 60.0), tmp_path, chatml, policy)
     record = result.record
     assert record.outcome is outcome and said in record.error
     assert record.quarantine is (QuarantineReason.infra_failed if outcome is Outcome.infra_failed else None)
@@ -172,15 +172,15 @@ def test_a_policy_that_takes_all_the_time_there_is_timed_out(
     task: TaskContract, chatml: Path, policy: Any, tmp_path: Path
 ) -> None:
     policy.write = lambda prompt: call("file_list")
-    endless = within(task, wall_seconds=6.0, turns=10**6, tool_calls=10**6, tokens=10**9)
-    record = attempt(toy(tmp_path / "toy", stall_seconds=2.0), endless, tmp_path, chatml, policy).record
+    endless = within(task, wall_seconds=15.0, turns=10**6, tool_calls=10**6, tokens=10**9)
+    record = attempt(toy(tmp_path / "toy", stall_seconds=10.0), endless, tmp_path, chatml, policy).record
     assert (record.outcome, record.quarantine, record.reward) == (Outcome.timed_out, None, 0.0)
     assert "wall time was used up" in record.error and record.tool_calls > 3
 
 
 def test_an_engine_that_hangs_is_infrastructure(task: TaskContract, chatml: Path, policy: Any, tmp_path: Path) -> None:
     policy.write = lambda prompt: policy.ended.wait()
-    record = attempt(toy(tmp_path / "toy", stall_seconds=2.0), within(task, wall_seconds=6.0), tmp_path, chatml, policy)
+    record = attempt(toy(tmp_path / "toy", stall_seconds=0.5), within(task, wall_seconds=15.0), tmp_path, chatml, policy)
     assert record.record.outcome is Outcome.infra_failed
     assert "a model call was pending for" in record.record.error
 
