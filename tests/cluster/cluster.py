@@ -150,7 +150,7 @@ class Cluster:
         return write_kubeconfig(self.folder / f"{stem}.kubeconfig", cluster, user)
 
 
-def eventually(ask: Callable[[], T], seconds: float = 10) -> T:
+def eventually(ask: Callable[[], T], seconds: float = 150) -> T:
     """The first answer that is true.
 
     Raises:

@@ -6,17 +6,27 @@ import pytest
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
-from .cluster import Cluster, Use
+from .cluster import Cluster, Use, eventually
 
 READER = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "list"]}
 
 
 def grant(cluster: Cluster, namespace: str, rule: dict[str, object], subject: dict[str, str]) -> None:
-    """A role with one rule in the namespace, bound to one subject."""
+    """A role with one rule in the namespace, bound to one subject, once the API server's authorizer knows of it."""
     api = client.RbacAuthorizationV1Api(cluster.client())
     api.create_namespaced_role(namespace, {"metadata": {"name": "r"}, "rules": [rule]})
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "r"}
     api.create_namespaced_role_binding(namespace, {"metadata": {"name": "r"}, "roleRef": role, "subjects": [subject]})
+    names = {"ServiceAccount": f"system:serviceaccount:{namespace}:{subject['name']}"}
+    who = (
+        {"groups": [subject["name"]]}
+        if subject["kind"] == "Group"
+        else {"user": names.get(subject["kind"], subject["name"])}
+    )
+    what = {"namespace": namespace, "verb": rule["verbs"][0], "resource": rule["resources"][0]}
+    review = {"spec": {**who, "resourceAttributes": what}}
+    reviews = client.AuthorizationV1Api(cluster.client())
+    eventually(lambda: reviews.create_subject_access_review(review).status.allowed)
 
 
 def person(name: str) -> dict[str, str]:
