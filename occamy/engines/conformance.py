@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import aiohttp
+from tokenizers import Tokenizer
 
 from occamy.engines import logprob_checks, wire_checks
 from occamy.engines.logprob_checks import Reference
@@ -21,6 +23,7 @@ _CHECKS: tuple[tuple[str, Check], ...] = (
     ("information", wire_checks.information),
     ("single answer", wire_checks.single),
     ("stop token kept", wire_checks.stop_token),
+    ("stop string", wire_checks.stop_string),
     ("batch", wire_checks.batch),
     ("n = 2", wire_checks.samples),
     ("stream", wire_checks.stream),
@@ -67,7 +70,7 @@ async def check_engine(
 ) -> AsyncIterator[Finding]:
     """Run the suite against the engine at `url`, which nobody else uses meanwhile, and yield a finding per check.
 
-    `model` is the folder that the engine serves (for its vocabulary), `reference` its float32 forward pass, `tolerance`
+    `model` is the folder that the engine serves (for its vocabulary and texts), `reference` its float32 forward pass, `tolerance`
     the largest difference of two log-probs (1e-4 is for float32), `timeout_s` the limit of one request. `intrusive`
     adds what changes the engine or may kill it: weight updates, ids out of the vocabulary. Never raises for what the
     engine does; an engine that cannot be reached is one finding.
@@ -81,6 +84,10 @@ async def check_engine(
             return
         if model is not None:
             probe.vocab = int(json.loads((model / "config.json").read_bytes())["vocab_size"])
+            if (model / "tokenizer.json").is_file():
+                probe.decode = partial(
+                    Tokenizer.from_file(str(model / "tokenizer.json")).decode, skip_special_tokens=False
+                )
         for name, check in _CHECKS:
             yield await _finding(name, check, probe)
         for name, against in _REFERENCED:

@@ -42,6 +42,9 @@ class Sampling:
     """-1: no limit."""
     max_new_tokens: int = 48
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer, wherever in it they begin. As with a stop token, the output ids go on to the token
+    that completes one; the engine needs its tokenizer for it."""
     seed: int | None = None
     """SGLang's `sampling_seed`: with the position it fixes each draw. None: the engine picks one."""
 
@@ -54,6 +57,8 @@ class Sampling:
             "max_new_tokens": self.max_new_tokens,
             "stop_token_ids": list(self.stop_token_ids),
         }
+        if self.stop:
+            params["stop"] = list(self.stop)
         if self.seed is not None:
             params["sampling_seed"] = self.seed
         if n != 1:
@@ -66,7 +71,7 @@ class Generation:
     """One sampled answer, or (streaming) what there is of it so far."""
 
     output_ids: list[int]
-    """Sampled ids, the stop token included."""
+    """Sampled ids, the stop token included, or the token that completes a stop string."""
     logprobs: list[float]
     """Log-prob of each id under the temperature-scaled distribution."""
     finish_reason: FinishReason | Literal["unfinished"]

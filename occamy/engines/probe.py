@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +47,8 @@ class Probe:
         """Ids below are in the vocabulary; a guess that fits every model until the engine or a folder says more."""
         self.context: int | None = None
         """Tokens of input plus output, where known."""
+        self.decode: Callable[[Sequence[int]], str] | None = None
+        """Text of token ids, where the model's tokenizer is known."""
 
     def prompt(self, shift: int = 0, length: int = 20) -> list[int]:
         """Some token ids; another `shift` gives others."""

@@ -69,6 +69,29 @@ async def stop_token(probe: Probe) -> str:
     return f"ended by token {token}, which is kept"
 
 
+async def stop_string(probe: Probe) -> str:
+    """A stop string ends the answer with the token that completes it, also one that begins inside another token."""
+    if probe.decode is None:
+        raise Skipped("no model folder with a tokenizer was given, so no text is known")
+    free = (await probe.one(probe.prompt(), _GREEDY))["output_ids"]
+    for end in range(2, len(free)):
+        before, text = probe.decode(free[: end - 1]), probe.decode(free[:end])
+        across = text[len(before) - 1 : len(before) + 1]
+        if before and len(across) == 2 and "\ufffd" not in across and across not in before:
+            break
+    else:
+        raise Skipped("no two neighbouring tokens of the answer make a text of their own")
+    answer = await probe.one(probe.prompt(), {"temperature": 0, "max_new_tokens": 12, "stop": [across]})
+    finish, ids = answer["meta_info"]["finish_reason"], answer["output_ids"]
+    if len(ids) < end and ids == free[: len(ids)] and finish.get("matched") != across:
+        raise Skipped(f"the model ended by itself after {len(ids)} tokens")
+    if ids != free[:end]:
+        raise Broken(f"output {ids} is not {free[:end]}, whose last token completes {across!r}")
+    if finish.get("type") != "stop" or finish.get("matched") != across:
+        raise Broken(f"finish_reason {finish}, not stop matched by {across!r}")
+    return f"ended by {across!r}, which the tokens {end - 1} and {end} say together"
+
+
 async def batch(probe: Probe) -> str:
     """A batch comes back as a list in order, each answer as when alone."""
     prompts = [probe.prompt(i, 12 + i) for i in range(3)]

@@ -1,14 +1,17 @@
 """Tiny random checkpoints, written without transformers."""
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from occamy.engines.client import EngineClient
 from occamy.engines.local.checkpoint import expected_shapes, read_spec
+from occamy.engines.local.launch import EngineProcess
 from occamy.engines.local.model import Model
 
 CONFIG = {
@@ -59,3 +62,17 @@ def checkpoint(make_checkpoint: Maker) -> Path:
 @pytest.fixture(scope="session")
 def model(checkpoint: Path) -> Model:
     return Model.load(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[[EngineProcess, Callable[[EngineClient], Awaitable[None]]], None]:
+    """ask(engine, use): `use` gets a client of the engine, closed afterwards."""
+
+    async def run(engine: EngineProcess, use: Callable[[EngineClient], Awaitable[None]]) -> None:
+        client = EngineClient(engine.url, timeout_s=60.0)
+        try:
+            await use(client)
+        finally:
+            await client.close()
+
+    return lambda engine, use: asyncio.run(run(engine, use))

@@ -43,7 +43,7 @@ def test_the_local_engine_keeps_the_contract(engine: EngineProcess) -> None:
     folder = base_checkpoint()
     found = asyncio.run(findings(engine.url, model=folder, reference=load_reference(folder), intrusive=True))
     assert {name: f.detail for name, f in found.items() if f.verdict != "pass"} == {}
-    assert len(found) == 23
+    assert len(found) == 24
     assert "temperature-scaled" in found["log-probs, temperature"].detail
 
 
@@ -180,6 +180,8 @@ def stop_unnamed(body: Any, answer: Any) -> Any:
         (slightly_off, "log-probs, reference", r"off by 0\.000(49|5)\d* from the reference at temperature 1"),
         (without_stop_token, "stop token kept", "stop token .* is missing"),
         (stop_unnamed, "stop token kept", "not stop matched by"),
+        (without_stop_token, "stop string", "whose last token completes"),
+        (stop_unnamed, "stop string", "not stop matched by"),
         (increments, "stream", "do not start with"),
         (no_done, "stream", "does not end with data: .DONE."),
         (other_version, "weight version", "answers carry 'default'"),

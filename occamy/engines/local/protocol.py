@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
+from tokenizers import Tokenizer
 
 from occamy.engines.local.sampling import SamplingParams, Tops
 from occamy.engines.local.scheduler import Sequence
+from occamy.engines.local.stops import StopStrings
 
 _KEYS = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream", "rid"}
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "stop": (None, [], ""),
     "stop_regex": (None, [], ""),
     "min_p": (0,),
     "min_new_tokens": (0,),
@@ -30,7 +32,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_bias": (None, {}),
 }
 """Parameters of SGLang that this engine has no use for, with the values at which they change nothing."""
-_PARAMS = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "n", "sampling_seed"}
+_PARAMS = {
+    *("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "stop", "ignore_eos", "n", "sampling_seed")
+}
+_LEAST_TEMPERATURE = 1e-6
+"""Below it the likeliest token is taken, as in SGLang: logits divided by less leave float32."""
 
 
 class BadRequest(ValueError):
@@ -45,6 +51,8 @@ class Limits:
     context: int
     """Tokens of input plus output."""
     eos: tuple[int, ...]
+    tokenizer: Callable[[], Tokenizer]
+    """The model's; raises BadRequest when it has none."""
 
 
 @dataclass(frozen=True)
@@ -179,13 +187,16 @@ def _sampling(params: dict[str, Any], limits: Limits) -> SamplingParams:
     elif type(seed) is not int:
         raise BadRequest(f"sampling_params.sampling_seed = {seed!r} must be a whole number")
     stop = _ids(params.get("stop_token_ids") or [], "sampling_params.stop_token_ids", limits.vocab)
+    texts = _texts(params.get("stop") or [], "sampling_params.stop")
+    temperature = _number(params, "temperature", 1.0, low=0.0)
     return SamplingParams(
-        temperature=_number(params, "temperature", 1.0, low=0.0),
+        temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
         top_p=top_p,
         top_k=top_k,
         max_new_tokens=int(_number(params, "max_new_tokens", 128, low=1, whole=True)),
         stop=frozenset(() if params.get("ignore_eos") is True else (*stop, *limits.eos)),  # both, as in SGLang
         seed=seed,
+        strings=StopStrings(limits.tokenizer(), texts) if texts else None,
     )
 
 
@@ -198,6 +209,13 @@ def _ids(value: Any, where: str, vocab: int) -> list[int]:
         if type(token) is not int or not 0 <= token < vocab:
             raise BadRequest(f"{where} holds {token!r}, which is out of the vocabulary (0 to {vocab - 1})")
     return value
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadRequest(f"{where} = {value!r} must be a text, or a list of texts that are not empty")
+    return tuple(texts)
 
 
 def _number(

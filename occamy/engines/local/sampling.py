@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from occamy.engines.local.stops import StopStrings
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -22,6 +24,8 @@ class SamplingParams:
     stop: frozenset[int]
     """Token ids that end the sequence; the ending token is kept in the output."""
     seed: int
+    strings: StopStrings | None = None
+    """Texts that end the sequence; the token that completes one is kept in the output."""
     top: int = 0
     """How many of the likeliest tokens to report for each position."""
 

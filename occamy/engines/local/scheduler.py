@@ -302,6 +302,8 @@ class Scheduler:
             sequence.finish = {"type": "length", "length": len(sequence.output)}
         elif token in sequence.params.stop:
             sequence.finish = {"type": "stop", "matched": token}
+        elif (strings := sequence.params.strings) and (text := strings.completed(sequence.output)):
+            sequence.finish = {"type": "stop", "matched": text}
         if sequence.finish:
             self._retire(sequence)
         return sequence.stream or sequence.finish is not None

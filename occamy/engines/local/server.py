@@ -8,6 +8,7 @@ from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class EngineServer:
     def __init__(self, model: Model, path: Path, version: str, config: EngineConfig) -> None:
         self._path, self._config = path, config
         self._scheduler = Scheduler(model, version, config, self._report)
-        self._limits = Limits(model.spec.vocab, self._scheduler.context, model.spec.eos)
+        self._limits = Limits(model.spec.vocab, self._scheduler.context, model.spec.eos, lambda: self._tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: dict[Sequence, asyncio.Queue[Shown]] = {}
         self._paused = False
@@ -138,11 +139,16 @@ class EngineServer:
         prompt, special = body.get("prompt"), body.get("add_special_tokens", True)
         if not isinstance(prompt, str):
             raise BadRequest(f"prompt must be a text, not {type(prompt).__name__}")
+        tokens = self._tokenizer.encode(prompt, add_special_tokens=special is True).ids
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._scheduler.context})
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """Of the first weights: others of the same vocabulary share it."""
         path = self._path / "tokenizer.json"
         if not path.is_file():
             raise BadRequest(f"{self._path} has no tokenizer.json; send token ids")
-        tokens = Tokenizer.from_file(str(path)).encode(prompt, add_special_tokens=special is True).ids
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self._scheduler.context})
+        return Tokenizer.from_file(str(path))
 
     async def _model_info(self, _: web.Request) -> web.Response:
         spec = self._scheduler.model.spec
