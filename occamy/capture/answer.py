@@ -12,6 +12,7 @@ import orjson
 
 from occamy.capture.messages import Message
 from occamy.capture.request import Options
+from occamy.capture.stops import tokens_before_stop
 from occamy.capture.turn import Turn
 
 DONE = b"data: [DONE]\n\n"
@@ -58,7 +59,7 @@ def text_answer(answered: Answered, decode: Callable[[Sequence[int]], str]) -> b
 
 
 def usage(answered: Answered) -> dict[str, Any]:
-    """Return OpenAI's usage object."""
+    """Return OpenAI's usage object. What was sampled of a stop string counts, though it is not shown."""
     prompt, sampled = answered.turn.prompt_tokens, len(answered.turn.output)
     return {
         "prompt_tokens": prompt,
@@ -116,11 +117,12 @@ def _has_logprobs(answered: Answered) -> bool:
 
 
 def _chat_logprobs(answered: Answered, decode: Callable[[Sequence[int]], str]) -> dict[str, Any] | None:
-    """One entry per sampled token, stop token included; `bytes` is null for a token that is no whole character."""
+    """One entry per sampled token, stop token included, to where a stop string begins; `bytes` is null for a token that
+    is no whole character."""
     if not _has_logprobs(answered):
         return None
     entries = []
-    for token, logprob in zip(answered.turn.output, answered.turn.logprobs, strict=True):
+    for token, logprob in _told(answered, decode):
         text = decode([token])
         spelled = None if "\ufffd" in text else list(text.encode())
         entries.append({"token": text, "logprob": float(logprob), "bytes": spelled, "top_logprobs": []})
@@ -130,7 +132,15 @@ def _chat_logprobs(answered: Answered, decode: Callable[[Sequence[int]], str]) -
 def _text_logprobs(answered: Answered, decode: Callable[[Sequence[int]], str]) -> dict[str, Any] | None:
     if not _has_logprobs(answered):
         return None
-    texts = [decode([token]) for token in answered.turn.output]
-    offsets = list(accumulate(map(len, texts[:-1]), initial=0))
-    logprobs = [float(logprob) for logprob in answered.turn.logprobs]
+    told = _told(answered, decode)
+    texts = [decode([token]) for token, _ in told]
+    offsets = list(accumulate(map(len, texts[:-1]), initial=0))[: len(texts)]
+    logprobs = [float(logprob) for _, logprob in told]
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+def _told(answered: Answered, decode: Callable[[Sequence[int]], str]) -> list[tuple[int, float]]:
+    """Sampled ids and log-probs that the harness may see: none that says something of a stop string."""
+    turn = answered.turn
+    size = tokens_before_stop(turn.output, answered.options.stop, decode)
+    return list(zip(turn.output[:size], turn.logprobs[:size], strict=True))

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import orjson
 
+from occamy.capture.call import Call
 from occamy.capture.families.family import ParsedAnswer
 from occamy.capture.metrics import Metrics
-from occamy.capture.recorder import Call
 from occamy.capture.render import Renderer
 from occamy.capture.request import ApiError, ChatRequest, TextRequest
 from occamy.engines.client import EngineClient, EngineError, Sampling
@@ -133,6 +133,7 @@ class EngineBackend:
             top_p=options.top_p,
             max_new_tokens=call.max_new_tokens,
             stop_token_ids=call.stop_ids,
+            stop=call.wanted.stop,
             seed=call.seed if options.seed is None else options.seed,
         )
         while True:

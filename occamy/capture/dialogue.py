@@ -40,9 +40,9 @@ class Dialogue:
         self._renderer.check_vocabulary(ids)
         return ids
 
-    def read(self, ids: Sequence[int], tools: Sequence[Any], call_ids: Iterable[str]) -> Message:
-        """Return the assistant message that sampled ids say, stop token removed. Its calls take ids in order."""
-        answer = self._renderer.parse(ids, tools)
+    def read(self, text: str, tools: Sequence[Any], call_ids: Iterable[str]) -> Message:
+        """Return the assistant message that sampled text says, stop token removed. Its calls take ids in order."""
+        answer = self._renderer.parse_text(text, tools)
         message: Message = {"role": "assistant", "content": answer.content}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from occamy.capture.backends import Gate
-from occamy.capture.recorder import ContextLimitError, Recorder
+from occamy.capture.call import ContextLimitError
+from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.capture.request import ApiError
 from occamy.capture.segments import CapturedEpisode, capture_episode

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from occamy.capture.turn import Turn
 
+_ANEW = "tool_change"
+"""What opened a segment whose prompt was rendered anew, though it goes on from an earlier turn."""
 Lines = dict[str, list[Turn]]
 """Run -> its attempts, by ordinal and attempt."""
 
@@ -45,13 +47,12 @@ def _swap(lines: Lines, trunk: str, fork: str, parent: Turn, answered: dict[tupl
     at = next(t.segment for t in lines[trunk] if t.ordinal == parent.ordinal)
     head = [t for t in lines[trunk] if t.ordinal <= parent.ordinal]
     tail = [t for t in lines[trunk] if t.ordinal > parent.ordinal]
-    prompt = lines[fork][0].delta[: parent.prompt_tokens]
-    lines[trunk] = head + [_attached(replace(t, run=trunk, segment=at + t.segment), parent) for t in lines[fork]]
+    first = at + (lines[fork][0].opened_by == _ANEW)
+    lines[trunk] = head + [_attached(replace(t, run=trunk, segment=first + t.segment), parent) for t in lines[fork]]
     lines[fork] = [replace(t, run=fork, segment=t.segment - at) for t in tail]
     for i, turn in enumerate(lines[fork]):
         if turn.ordinal == tail[0].ordinal:
-            before = None if turn.opened_by else answered[parent.ordinal, turn.continues]
-            lines[fork][i] = _detached(turn, prompt, before)
+            lines[fork][i] = _detached(turn, parent.ordinal, _prompt(head), answered)
     if not tail:
         del lines[fork]
 
@@ -60,13 +61,29 @@ def _attached(turn: Turn, parent: Turn) -> Turn:
     """A turn of a fork as one of the run that it forked from."""
     if turn.parent is None:
         return turn
+    if turn.opened_by == _ANEW:
+        return replace(turn, continues=parent.attempt, parent=None)
     delta = turn.delta[parent.prompt_tokens + len(parent.output) :]
     return replace(turn, continues=parent.attempt, parent=None, opened_by="", delta=delta)
 
 
-def _detached(turn: Turn, prompt: array[int], before: Turn | None) -> Turn:
-    """A run's turn as the first of a fork after `before`, whose prompt is given; without, it opens a segment."""
-    if before is None:
-        return replace(turn, continues=-1)
-    delta = prompt + before.output + turn.delta
-    return replace(turn, continues=-1, parent=(before.ordinal, before.attempt), opened_by="branch", delta=delta)
+def _detached(turn: Turn, after: int, prompt: array[int], answered: dict[tuple[int, int], Turn]) -> Turn:
+    """A run's turn as the first of a fork after the turn of ordinal `after`, whose prompt is given."""
+    parent = after, turn.continues
+    if turn.opened_by:
+        return replace(turn, continues=-1, parent=parent if turn.opened_by == _ANEW else None)
+    delta = prompt + answered[parent].output + turn.delta
+    return replace(turn, continues=-1, parent=parent, opened_by="branch", delta=delta)
+
+
+def _prompt(line: Sequence[Turn]) -> array[int]:
+    """P_t of the last turn of a run, put together from those before it."""
+    ids, before = array("i"), line[0]
+    outputs = {_place(t): t.output for t in line}
+    for turn in line:
+        if turn.opened_by:
+            ids = turn.delta
+        elif turn.ordinal != before.ordinal:
+            ids = ids + outputs[before.ordinal, turn.continues] + turn.delta
+        before = turn
+    return ids

@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect
 
 from occamy.capture.answer import Answered, chat_answer, text_answer
 from occamy.capture.backends import Answer, Backend, EngineDownError, Hold
+from occamy.capture.call import Call, ContextLimitError, EngineAnswerError
 from occamy.capture.episodes import Episode, Episodes, SampledBy
 from occamy.capture.metrics import CONTENT_TYPE, Metrics
-from occamy.capture.recorder import Call, ContextLimitError, EngineAnswerError
 from occamy.capture.render import Renderer
 from occamy.capture.request import REWRITES, ApiError, ChatRequest, TextRequest, parse_chat, parse_text
 from occamy.capture.stream import GONE, Delivery
@@ -85,14 +85,11 @@ class Proxy:
         rewrite = request.headers.get(_REWRITE_HEADER)
         if rewrite is not None and rewrite not in REWRITES:
             raise ApiError(400, f"{_REWRITE_HEADER}: {rewrite!r} is none of {', '.join(REWRITES)}", "invalid_value")
-        stop_ids = self._stop_ids(chat.options.stop)
         episode.refuse_closed()
         episode.refuse_over_budget()
-        limit = chat.options.max_tokens
+        wanted = chat.options.wanted
         with episode.beginning():
-            call = episode.recorder.begin(
-                role, chat.messages, chat.tools, rewrite=rewrite, max_tokens=limit, stop_ids=stop_ids
-            )
+            call = episode.recorder.begin(role, chat.messages, chat.tools, rewrite=rewrite, wanted=wanted)
         return await self._answer(request, _Incoming(episode, call, chat, _sha256(raw), started), chat_answer)
 
     async def _completions(self, request: Request) -> Response:
@@ -100,11 +97,10 @@ class Proxy:
         started, raw = time.perf_counter(), await read_body(request)
         asked = parse_text(raw)
         ids = self._renderer.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-        stop_ids = self._stop_ids(asked.options.stop)
         episode.refuse_closed()
         episode.refuse_over_budget()
         with episode.beginning():
-            call = episode.recorder.begin_text(role, ids, max_tokens=asked.options.max_tokens, stop_ids=stop_ids)
+            call = episode.recorder.begin_text(role, ids, wanted=asked.options.wanted)
         return await self._answer(request, _Incoming(episode, call, asked, _sha256(raw), started), text_answer)
 
     async def _models(self, request: Request) -> Response:
@@ -185,11 +181,10 @@ class Proxy:
             recorder.set_quarantine(QuarantineReason.token_mismatch)
         sampling = orjson.dumps(
             {
-                "temperature": options.temperature,
-                "top_p": options.top_p,
                 "max_new_tokens": call.max_new_tokens,
                 "seed": call.seed if options.seed is None else options.seed,
                 "stop_token_ids": call.stop_ids,
+                "stop": call.wanted.stop,
             }
         ).decode()
         seconds = time.perf_counter() - incoming.started
@@ -205,23 +200,14 @@ class Proxy:
         if isinstance(error, TemplateError):
             return ApiError(400, str(error), "template_refused", param="messages")
         if isinstance(error, EngineAnswerError):
-            await self._episodes.quarantine(episode, QuarantineReason.token_mismatch)
-            return ApiError(500, str(error), "token_mismatch")
+            await self._episodes.quarantine(episode, error.reason)
+            ours = error.reason is QuarantineReason.token_mismatch
+            return ApiError(500, str(error), "token_mismatch" if ours else "backend_failed")
         await self._episodes.quarantine(episode, QuarantineReason.infra_failed)
         if isinstance(error, EngineDownError):
             return ApiError(503, str(error), "engine_unavailable")
         _LOG.error("episode %s: the backend failed", episode.recorder.episode_id, exc_info=error)
         return ApiError(500, f"the backend failed: {error!r}", "backend_failed")
-
-    def _stop_ids(self, texts: tuple[str, ...]) -> tuple[int, ...]:
-        """Raises ApiError 400 for a text that is not one token: the ids after it could not be kept as sampled."""
-        ids = []
-        for text in texts:
-            token = self._renderer.single_token(text)
-            if token is None:
-                raise ApiError(400, f"stop: {text!r} is not one token of this model", "unsupported_value", param="stop")
-            ids.append(token)
-        return tuple(ids)
 
 
 def build_app(proxy: Proxy, metrics: Metrics, episodes: Episodes) -> FastAPI:

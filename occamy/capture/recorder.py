@@ -9,51 +9,25 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, Self
 
-import numpy as np
 import orjson
 
+from occamy.capture.call import Call, ContextLimitError, EngineAnswerError, Wanted, check_answer
 from occamy.capture.dialogue import Dialogue
-from occamy.capture.history import Attempt, Ids, Step, split_prints
+from occamy.capture.history import Attempt, Step, split_prints
 from occamy.capture.incoming import Key, Reader, Request, read_text
 from occamy.capture.messages import Message, extend_chain
 from occamy.capture.render import Renderer
 from occamy.capture.runs import ROOT, Opening, Runs
+from occamy.capture.stops import before_stop
 from occamy.capture.template import TemplateError
 from occamy.capture.turn import Prefix, Turn
 from occamy.contracts.capture import CaptureRules, MixedVersions
 from occamy.contracts.episode import QuarantineReason
 
-__all__ = ["ROOT", "Call", "ContextLimitError", "EngineAnswerError", "Recorder"]
-
-
-class ContextLimitError(ValueError):
-    """The prompt, with the answer asked for, does not fit the model's context."""
-
-
-class EngineAnswerError(ValueError):
-    """An engine's answer cannot be recorded token by token; the episode is quarantined."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What to ask the sampler. Give it back to `finish` or `abandon`, once."""
-
-    step: Step
-    attempt: int
-    prefix: Prefix
-    input_ids: Ids
-    """P_t, read-only and without a copy; orjson writes it with OPT_SERIALIZE_NUMPY."""
-    cached_tokens: int
-    max_new_tokens: int
-    seed: int
-    stop_ids: tuple[int, ...]
-    history: bytes
-    tools: list[Any] | None
-    """What the answer's calls are read by; None for a raw prompt, whose answer is all text."""
+_ANY = Wanted()
 
 
 class Recorder:
@@ -127,29 +101,26 @@ class Recorder:
         tools: list[Any],
         *,
         rewrite: str | None = None,
-        max_tokens: int | None = None,
-        stop_ids: tuple[int, ...] = (),
+        wanted: Wanted = _ANY,
     ) -> Call:
         """Classify a request and return the token ids to sample from.
 
-        Raises ContextLimitError when the ids and `max_tokens` exceed the context, TemplateError when the template
+        Raises ContextLimitError when the ids and `wanted.max_tokens` exceed the context, TemplateError when the template
         cannot append the new messages; either leaves the record as it was.
         """
         request = self._reader.read(role, messages, tools)
         step = self._retried(request, rewrite)
         if step is not None:
-            return self._call(step, Prefix.retry, self._fit(step.prompt_tokens, max_tokens), stop_ids, tools)
+            return self._call(step, Prefix.retry, self._fit(step.prompt_tokens, wanted), wanted, tools)
         opening = self._runs.classify(request, rewrite)
-        if opening.source is None:
+        if opening.source is None or opening.anew:
             delta = self._dialogue.whole(request)
         else:
             step, attempt = opening.source
             delta = self._dialogue.appended(step.attempts[attempt].output, request)
-        return self._open(request, opening, delta, max_tokens, stop_ids, tools)
+        return self._open(request, opening, delta, wanted, tools)
 
-    def begin_text(
-        self, role: str, prompt: Sequence[int], *, max_tokens: int | None = None, stop_ids: tuple[int, ...] = ()
-    ) -> Call:
+    def begin_text(self, role: str, prompt: Sequence[int], *, wanted: Wanted = _ANY) -> Call:
         """Take a raw prompt, which opens a run of its own; as a second start of the root run it is unexplained.
 
         Raises as `begin` does, and TemplateError for an empty prompt.
@@ -160,9 +131,9 @@ class Recorder:
         request = read_text(role, ids)
         step = self._retried(request, None)
         if step is not None:
-            return self._call(step, Prefix.retry, self._fit(step.prompt_tokens, max_tokens), stop_ids, None)
+            return self._call(step, Prefix.retry, self._fit(step.prompt_tokens, wanted), wanted, None)
         self._renderer.check_vocabulary(ids)
-        return self._open(request, self._runs.start(role), ids, max_tokens, stop_ids, None)
+        return self._open(request, self._runs.start(role), ids, wanted, None)
 
     def finish(
         self,
@@ -174,21 +145,21 @@ class Recorder:
     ) -> tuple[Turn, Message]:
         """Record the sampled ids. Returns the turn and the assistant message that they say, tool-call ids assigned.
 
-        `version` is the weight version of the answer, or of each id. Raises EngineAnswerError, and quarantines, when
-        ids, log-probs and versions disagree in number, an id is out of vocabulary, or a log-prob is not finite.
+        The message ends before a stop string, and the turn then counts as stopped; its ids are all that were sampled.
+        `version` is the weight version of the answer, or of each id. Raises EngineAnswerError, and quarantines, as
+        `check_answer` does.
         """
         step = call.step
         versions = array("i", [version] * len(output) if isinstance(version, int) else version)
-        if not len(output) == len(logprobs) == len(versions):
-            counts = f"{len(logprobs)} log-probs and {len(versions)} weight versions"
-            raise self._refuse(call, f"{len(output)} sampled ids came with {counts}")
-        if not np.isfinite(logprobs).all():
-            raise self._refuse(call, f"a log-prob is {next(p for p in logprobs if not np.isfinite(p))}")
         try:
-            self._renderer.check_vocabulary(output)
-        except TemplateError as e:
-            raise self._refuse(call, str(e)) from e
-        message = self._message(call, output)
+            check_answer(call, output, logprobs, versions, self._renderer)
+        except EngineAnswerError as e:
+            self.abandon(call)
+            self.set_quarantine(e.reason)
+            raise EngineAnswerError(f"episode {self.episode_id}: {e}", e.reason) from e
+        text = self._renderer.decode(output[:-1] if len(output) and output[-1] in call.stop_ids else output)
+        shown = before_stop(text, call.wanted.stop)
+        message = self._message(call, shown)
         step.in_flight -= 1
         segment, run = step.segment, step.segment.run
         turn = Turn(
@@ -206,12 +177,15 @@ class Recorder:
             tools=segment.tools,
             heard=step.heard,
             attempt=call.attempt,
+            overlaps=call.overlaps,
             prefix=call.prefix,
             cached_tokens=call.cached_tokens,
+            temperature=call.wanted.temperature,
+            top_p=call.wanted.top_p,
             output=array("i", output),
             logprobs=array("f", logprobs),
             versions=versions,
-            finish=finish,
+            finish=finish if shown == text else "stop",
             said=orjson.dumps(message),
         )
         self._keep(step, turn, message)
@@ -249,14 +223,13 @@ class Recorder:
         request: Request,
         opening: Opening,
         delta: array[int],
-        max_tokens: int | None,
-        stop_ids: tuple[int, ...],
+        wanted: Wanted,
         tools: list[Any] | None,
     ) -> Call:
         """Add the step of a new turn, and its segment unless it continues one. Changes nothing if it raises."""
         prompt, answer = opening.inherited()
         size = len(prompt) + len(answer)
-        new_tokens = self._fit(size + len(delta), max_tokens)
+        new_tokens = self._fit(size + len(delta), wanted)
         run = self._runs.open(opening, request)
         cached = size or run.shared(delta)
         same = self._requests.setdefault(request.key, [])
@@ -289,23 +262,23 @@ class Recorder:
         self._runs.hear(request.role, request.links[known:])
         if opening.prefix is Prefix.unexplained:
             self.set_quarantine(QuarantineReason.unexplained_prefix)
-        return self._call(step, opening.prefix, new_tokens, stop_ids, tools)
+        return self._call(step, opening.prefix, new_tokens, wanted, tools)
 
-    def _call(
-        self, step: Step, prefix: Prefix, new_tokens: int, stop_ids: tuple[int, ...], tools: list[Any] | None
-    ) -> Call:
-        attempt = step.begun
+    def _call(self, step: Step, prefix: Prefix, new_tokens: int, wanted: Wanted, tools: list[Any] | None) -> Call:
+        attempt, overlaps = step.begun, step.in_flight > 0
         step.begun += 1
         step.in_flight += 1
         return Call(
             step=step,
             attempt=attempt,
+            overlaps=overlaps,
             prefix=prefix,
             input_ids=step.prompt(),
             cached_tokens=step.prompt_tokens if prefix is Prefix.retry else step.cached_tokens,
             max_new_tokens=new_tokens,
             seed=self._derive(step, attempt) & 0x7FFFFFFF,
-            stop_ids=(*self._renderer.stop_ids, *stop_ids),
+            stop_ids=self._renderer.stop_ids,
+            wanted=wanted,
             history=step.key[-1],
             tools=tools,
         )
@@ -368,12 +341,11 @@ class Recorder:
         self._runs.hear(turn.role, links)
         return step
 
-    def _message(self, call: Call, output: Sequence[int]) -> Message:
-        visible = output[:-1] if len(output) and output[-1] in call.stop_ids else output
+    def _message(self, call: Call, text: str) -> Message:
         if call.tools is None:
-            return {"role": "assistant", "content": self._renderer.decode(visible)}
+            return {"role": "assistant", "content": text}
         call_ids = (f"call{self._derive(call.step, call.attempt, i):032x}" for i in count())
-        return self._dialogue.read(visible, call.tools, call_ids)
+        return self._dialogue.read(text, call.tools, call_ids)
 
     def _derive(self, step: Step, *place: int) -> int:
         """128 bits fixed by episode, seed, history and place: tool-call ids and sampling seeds repeat with the
@@ -381,8 +353,9 @@ class Recorder:
         text = repr((self.episode_id, self._seed, step.key, step.repeats, place)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "big")
 
-    def _fit(self, prompt: int, asked: int | None) -> int:
+    def _fit(self, prompt: int, wanted: Wanted) -> int:
         """Return the new tokens that may be sampled after `prompt` ids. Raises ContextLimitError."""
+        asked = wanted.max_tokens
         if prompt + (asked or 1) > self._limit:
             raise ContextLimitError(
                 f"This model's maximum context length is {self._limit} tokens. However, you requested "
@@ -390,10 +363,3 @@ class Recorder:
                 "Please reduce the length of the messages or completion."
             )
         return asked or self._limit - prompt
-
-    def _refuse(self, call: Call, why: str) -> EngineAnswerError:
-        self.abandon(call)
-        self.set_quarantine(QuarantineReason.token_mismatch)
-        return EngineAnswerError(
-            f"episode {self.episode_id}: {why}; the engine and the tokenizer do not belong together"
-        )

@@ -98,7 +98,11 @@ class Renderer:
 
         `tools` are the request's; without them Qwen3.5's arguments are all text.
         """
-        return self.family.parse(self._prefill + self.decode(ids), tools)
+        return self.parse_text(self.decode(ids), tools)
+
+    def parse_text(self, text: str, tools: Sequence[Any] = ()) -> ParsedAnswer:
+        """Read sampled text as `parse` reads ids."""
+        return self.family.parse(self._prefill + text, tools)
 
     def encode(self, text: str) -> Ids:
         """Return the ids of a text, special tokens recognised, none added."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from occamy.capture.call import Wanted
 from occamy.capture.messages import Message
 
 REWRITES = ("summary_replacement", "history_pruning")
@@ -39,6 +40,10 @@ that a server may leave unheard. None can change a prompt or a sampled token her
 _READ = frozenset({"model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"})
 _KNOWN_CHAT = _READ | _HINTS | _NEUTRAL_CHAT.keys() | {"messages", "tools", "max_completion_tokens", "logprobs"}
 _KNOWN_TEXT = _READ | _HINTS | _NEUTRAL_TEXT.keys() | {"prompt"}
+_MOST_STOPS = 4
+"""OpenAI's limit."""
+_LEAST_TEMPERATURE = 1e-6
+"""Our choice: SGLang takes the likeliest token below it, as at 0, and logits divided by much less leave float32."""
 _TEXT_TOKENS = 16
 """OpenAI's default of max_tokens for text completions."""
 
@@ -70,6 +75,11 @@ class Options:
     stream: bool
     include_usage: bool
     """Whether the last chunk of a stream tells the usage."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """How to sample, but for the seed."""
+        return Wanted(self.max_tokens, self.stop, self.temperature, self.top_p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +149,7 @@ def _options(body: dict[str, Any], max_tokens: int | None, logprobs: bool) -> Op
     return Options(
         model=str(body.get("model") or "policy"),
         max_tokens=max_tokens,
-        temperature=_number(body, "temperature", 0.0, 2.0),
+        temperature=_temperature(body),
         top_p=_number(body, "top_p", 0.0, 1.0),
         seed=_whole(body, "seed"),
         stop=_stop(body.get("stop")),
@@ -244,10 +254,19 @@ def _number(body: dict[str, Any], name: str, low: float, high: float) -> float:
     return float(value)
 
 
+def _temperature(body: dict[str, Any]) -> float:
+    value = _number(body, "temperature", 0.0, 2.0)
+    if 0 < value < _LEAST_TEMPERATURE:
+        raise _bad("temperature", f"{value!r} cannot be told from 0; send 0, or {_LEAST_TEMPERATURE} and more")
+    return value
+
+
 def _stop(stop: Any) -> tuple[str, ...]:
     if stop is None:
         return ()
     items = [stop] if isinstance(stop, str) else stop
-    if not isinstance(items, list) or not all(isinstance(s, str) and s for s in items):
-        raise _bad("stop", "send a string or a list of strings")
+    if not isinstance(items, list) or not all(isinstance(s, str) and s for s in items) or len(items) > _MOST_STOPS:
+        raise _bad("stop", f"send a text that is not empty, or a list of up to {_MOST_STOPS}")
+    if any("\ufffd" in s for s in items):
+        raise _bad("stop", "U+FFFD stands for bytes that are no text, so no answer can be searched for it")
     return tuple(items)

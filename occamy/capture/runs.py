@@ -30,11 +30,13 @@ class Opening:
     continues: int = -1
     """Attempt of the run's last step that the request holds."""
     source: tuple[Step, int] | None = None
-    """Answered step, with the attempt, whose ids the prompt goes on from; without, the prompt is rendered."""
+    """Answered step, with the attempt, that the prompt goes on from; without, it is rendered."""
+    anew: bool = False
+    """Whether it is rendered all the same, as a fork's with other tools than its source."""
 
     def inherited(self) -> tuple[Ids, array[int]]:
-        """Return P_t and Y_t of the source, empty without one."""
-        if self.source is None:
+        """Return P_t and Y_t of the source, empty where the prompt is rendered."""
+        if self.source is None or self.anew:
             return np.empty(0, np.int32), array("i")
         step, attempt = self.source
         return step.prompt(), step.attempts[attempt].output
@@ -51,7 +53,7 @@ class Runs:
     """All runs of an episode. `given` are the tool calls handed out so far."""
 
     def __init__(self, rules: CaptureRules, appendable: frozenset[str], given: Mapping[str, GivenCall]) -> None:
-        self._rules, self._appendable, self._given = rules, appendable, given
+        self._rules, self._appendable, self._given = rules, appendable & set(rules.appends), given
         self._auxiliaries = {a.run: a.purpose for a in rules.auxiliaries}
         self._asked = {a.run for a in rules.auxiliaries if a.asks is not None}
         self._runs: dict[str, Run] = {}
@@ -123,7 +125,7 @@ class Runs:
         if not same and not self._rules.tools_may_change:
             return self._stray()
         name = self._name("branch" if request.role == ROOT else request.role)
-        return Opening(Prefix.branch, "branch", name, source=(step, attempt) if same else None)
+        return _fork(Prefix.branch, "branch", name, (step, attempt), request)
 
     def _start_or_fork(self, request: Request, last: int) -> Opening:
         """A child or a housekeeping call may begin afresh, or from the history of another role's run."""
@@ -135,11 +137,9 @@ class Runs:
         link = request.links[last]
         for role in (ROOT, _SUB):
             if link in self._heard.get(role, ()) or (role, link) in self._answers:
-                step, attempt = self._answers.get((role, link), (None, -1))
-                same = step is not None and step.segment.tools == request.tools_digest
                 kind = Prefix.branch if request.role == _SUB else Prefix.auxiliary
                 by = "branch" if request.role == _SUB else "start"
-                return Opening(kind, by, opening.run, source=(step, attempt) if step and same else None)
+                return _fork(kind, by, opening.run, self._answers.get((role, link)), request)
         return self._stray()
 
     def _rewritten(self, request: Request) -> Opening | None:
@@ -200,3 +200,9 @@ class Runs:
     def _name(self, stem: str) -> str:
         """The first free run id of a stem; it is taken when the run opens."""
         return next(name for n in count() if (name := f"{stem}-{n}") not in self._runs)
+
+
+def _fork(kind: Prefix, by: str, run: str, source: tuple[Step, int] | None, request: Request) -> Opening:
+    """A run that goes on from a turn of another, whose prompt is rendered anew if its tools are others."""
+    other = source is not None and source[0].segment.tools != request.tools_digest
+    return Opening(kind, "tool_change" if other else by, run, source=source, anew=other)

@@ -50,14 +50,33 @@ class CapturedEpisode:
 def capture_episode(
     episode_id: str, sampled_by: str, turns: Sequence[Turn], quarantine: QuarantineReason | None
 ) -> CapturedEpisode:
-    """Assemble a closed episode from its recorded turns."""
+    """Assemble a closed episode from its recorded turns; one whose used answers cannot be told is quarantined."""
+    settled = settle(turns)
+    if quarantine is None and _is_contested(settled):
+        quarantine = QuarantineReason.ambiguous_answer
     usage = [
         TurnUsage(
             t.run, t.ordinal, t.attempt, t.prefix, t.prompt_tokens, t.cached_tokens, len(t.output), t.finish, t.version
         )
-        for t in settle(turns)
+        for t in settled
     ]
     return CapturedEpisode(episode_id, build_segments(episode_id, sampled_by, turns), usage, quarantine)
+
+
+def _is_contested(settled: Sequence[Turn]) -> bool:
+    """True if nobody can tell which answer of a turn trains: it was asked for while it was being answered, the answers
+    differ, and no later request holds one of them."""
+    runs: dict[str, dict[int, list[Turn]]] = {}
+    for turn in settled:
+        if turn.run == ROOT or turn.summary:
+            runs.setdefault(turn.run, {}).setdefault(turn.ordinal, []).append(turn)
+    for turns in runs.values():
+        rows = list(turns.values())
+        for attempts, continued in zip(rows, [*(after[0].continues for after in rows[1:]), -1], strict=True):
+            differ = len({t.output.tobytes() for t in attempts}) > 1
+            if continued < 0 and differ and any(t.overlaps for t in attempts):
+                return True
+    return False
 
 
 def build_segments(episode_id: str, sampled_by: str, turns: Sequence[Turn]) -> list[Segment]:
@@ -128,7 +147,7 @@ def _segment(
     for i, turn in enumerate(chain):
         end = at + len(turn.delta)
         tokens[at:end], origin[at:end] = turn.delta, Origin.OBSERVED if i else Origin.INHERITED
-        if turn.parent in spare:
+        if turn.parent in spare and turn.opened_by != "tool_change":
             before = spare.pop(turn.parent)
             fill(before.prompt_tokens, before, Origin.SUBAGENT)
         at = fill(end, turn, Origin.SAMPLED if trains else Origin.SUBAGENT)

@@ -27,7 +27,8 @@ CREATE TABLE IF NOT EXISTS turns (
     segment INTEGER NOT NULL, ordinal INTEGER NOT NULL, repeats INTEGER NOT NULL, continues INTEGER NOT NULL,
     parent_ordinal INTEGER, parent_attempt INTEGER, opened_by TEXT NOT NULL, delta BLOB NOT NULL,
     prompt_tokens INTEGER NOT NULL, tools BLOB NOT NULL, heard BLOB NOT NULL, attempt INTEGER NOT NULL,
-    prefix TEXT NOT NULL, cached_tokens INTEGER NOT NULL, output BLOB NOT NULL, logprobs BLOB NOT NULL,
+    overlaps INTEGER NOT NULL, prefix TEXT NOT NULL, cached_tokens INTEGER NOT NULL, temperature REAL NOT NULL,
+    top_p REAL NOT NULL, output BLOB NOT NULL, logprobs BLOB NOT NULL,
     versions BLOB NOT NULL, finish TEXT NOT NULL, said BLOB NOT NULL,
     request_digest TEXT NOT NULL, history_digest TEXT NOT NULL, sampling TEXT NOT NULL,
     engine_cached_tokens INTEGER NOT NULL, seconds REAL NOT NULL,
@@ -36,9 +37,10 @@ CREATE TABLE IF NOT EXISTS turns (
 """
 _TURN_COLUMNS = (
     "run, role, summary, segment, ordinal, repeats, continues, parent_ordinal, parent_attempt, opened_by, delta, "
-    "prompt_tokens, tools, heard, attempt, prefix, cached_tokens, output, logprobs, versions, finish, said"
+    "prompt_tokens, tools, heard, attempt, overlaps, prefix, cached_tokens, temperature, top_p, output, logprobs, "
+    "versions, finish, said"
 )
-_INSERT = f"INSERT INTO turns VALUES ({', '.join('?' * 28)})"
+_INSERT = f"INSERT INTO turns VALUES ({', '.join('?' * 31)})"
 _BUSY_SECONDS = 30.0
 """How long a commit waits for another process that writes to the same file (our choice)."""
 
@@ -125,7 +127,7 @@ class Store:
         row = (
             episode_id, turn.run, turn.role, turn.summary, turn.segment, turn.ordinal, turn.repeats, turn.continues,
             *parent, turn.opened_by, _blob(turn.delta), turn.prompt_tokens, turn.tools, turn.heard, turn.attempt,
-            turn.prefix.value, turn.cached_tokens, _blob(turn.output), _blob(turn.logprobs), _blob(turn.versions),
+            turn.overlaps, turn.prefix.value, turn.cached_tokens, turn.temperature, turn.top_p, _blob(turn.output), _blob(turn.logprobs), _blob(turn.versions),
             turn.finish, turn.said, exchange.request_digest, exchange.history_digest, exchange.sampling,
             exchange.engine_cached_tokens, exchange.seconds,
         )  # fmt: skip
@@ -239,8 +241,8 @@ def _turn(
     run: str, role: str, summary: int, segment: int, ordinal: int, repeats: int, continues: int, *rest: Any
 ) -> Turn:
     (
-        parent_ordinal, parent_attempt, opened_by, delta, prompt_tokens, tools, heard, attempt, prefix, cached_tokens,
-        output, logprobs, versions, finish, said,
+        parent_ordinal, parent_attempt, opened_by, delta, prompt_tokens, tools, heard, attempt, overlaps, prefix,
+        cached_tokens, temperature, top_p, output, logprobs, versions, finish, said,
     ) = rest  # fmt: skip
     return Turn(
         run=run,
@@ -257,8 +259,11 @@ def _turn(
         tools=tools,
         heard=heard,
         attempt=attempt,
+        overlaps=bool(overlaps),
         prefix=Prefix(prefix),
         cached_tokens=cached_tokens,
+        temperature=temperature,
+        top_p=top_p,
         output=_array("i", output),
         logprobs=_array("f", logprobs),
         versions=_array("i", versions),

@@ -41,7 +41,8 @@ class Turn:
     continues: int
     """Attempt of the run's turn before that this turn's history holds; -1 if it holds none."""
     parent: tuple[int, int] | None
-    """Ordinal and attempt of the turn of another run whose ids this one's prompt goes on from."""
+    """Ordinal and attempt of the turn of another run that this one goes on from: from its ids, unless a change of tools
+    had the prompt rendered anew."""
     opened_by: str
     """In a segment's first turn: "start", a rewrite kind, "tool_change", "branch" or "unexplained"; else empty."""
     delta: array[int]
@@ -54,20 +55,26 @@ class Turn:
     """Fingerprints of the request's new messages, 32 bytes each: all of them in a segment's first turn."""
     attempt: int
     """0 for the first request, n for its nth retry."""
+    overlaps: bool
+    """Whether another attempt at the turn was under way when this one was asked for."""
     prefix: Prefix
     """Class of the request that made this attempt."""
     cached_tokens: int
     """Leading ids of P_t that were in the previous prompt plus answer."""
+    temperature: float
+    """Asked for. The log-probs are of the distribution scaled by it; at 0 they are those of temperature 1."""
+    top_p: float
+    """Asked for. The log-probs are of the whole distribution, whatever it leaves out."""
     output: array[int]
-    """Sampled ids Y_t, stop token included."""
+    """Sampled ids Y_t, stop token included, or the token that completes a stop string."""
     logprobs: array[float]
     """Behaviour log-prob per id of `output`, float32; all 0 if a teacher wrote it."""
     versions: array[int]
     """Weight version per id of `output`, -1 for a teacher."""
     finish: str
-    """"stop" or "length"."""
+    """"stop" or "length"; "stop" also when the last id that was asked for completed a stop string."""
     said: bytes
-    """JSON of the assistant message that was handed out."""
+    """JSON of the assistant message that was handed out; it ends before a stop string."""
 
     @property
     def version(self) -> int:
@@ -84,7 +91,7 @@ class Exchange:
     history_digest: str
     """Last link of the hash chain over the canonical messages."""
     sampling: str
-    """JSON of the sampling parameters."""
+    """JSON of the other sampling parameters: how long, from which seed, and what ends it."""
     engine_cached_tokens: int
     """Prompt tokens that the engine says it took from its own cache."""
     seconds: float

@@ -61,11 +61,20 @@ class CaptureRules(Record):
     trailers: tuple[Marked, ...] = ()
     """Messages that the harness appends after a rewrite, and may leave out again later."""
     auxiliaries: tuple[Auxiliary, ...] = ()
-    """Housekeeping calls."""
+    """Housekeeping calls, each kind in a run of its own."""
     subagents: bool = False
     """Whether children run, on the base URL of run ``sub``; told apart by their first messages."""
     tools_may_change: bool = False
     """Whether the tool list may change within a run; each change opens a segment."""
+    appends: tuple[Literal["tool", "user"], ...] = ("tool", "user")
+    """Roles of the messages that it adds after an assistant turn. One of another role is unexplained."""
+
+    @model_validator(mode="after")
+    def _each_run_has_one_purpose(self) -> CaptureRules:
+        runs = [auxiliary.run for auxiliary in self.auxiliaries]
+        if twice := next((run for run in runs if runs.count(run) > 1), None):
+            raise ValueError(f"two auxiliaries have the run {twice!r}; give each kind of call a run of its own")
+        return self
 
 
 class EpisodeSetup(Record):

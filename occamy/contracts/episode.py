@@ -21,6 +21,7 @@ class QuarantineReason(StrEnum):
     infra_failed = "infra_failed"
     mixed_weight_versions = "mixed_weight_versions"
     incomplete_capture = "incomplete_capture"
+    ambiguous_answer = "ambiguous_answer"
 
 
 class EpisodeRecord(Record):

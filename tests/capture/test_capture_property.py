@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from occamy.capture.families.nano import NANO
-from occamy.capture.recorder import Call, Recorder
+from occamy.capture.call import Call
+from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments
 from occamy.capture.store import Store

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from occamy.capture.recorder import Call, ContextLimitError, EngineAnswerError, Recorder
+from occamy.capture.call import Call, ContextLimitError, EngineAnswerError, Wanted
+from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments
 from occamy.capture.turn import Prefix
@@ -365,13 +366,13 @@ def test_the_context_limit_counts_prompt_and_answer_and_changes_nothing(renderer
     size = len(renderer.encode(PROMPT))
     talk = Talk(renderer, limit=size + 8)
     with pytest.raises(ContextLimitError, match=rf"maximum context length is {size + 8} tokens.*requested {size + 9}"):
-        talk.begin(max_tokens=9)
-    assert talk.begin(max_tokens=8).max_new_tokens == 8
+        talk.begin(wanted=Wanted(9))
+    assert talk.begin(wanted=Wanted(8)).max_new_tokens == 8
     assert talk.begin().max_new_tokens == 8
     talk = Talk(renderer, rules=CaptureRules(announced=("history_pruning",)), limit=size + 16)
     talk.step(GET, '{"ids":["A01","B02"],"next":2}')
     with pytest.raises(ContextLimitError):
-        talk.begin(max_tokens=8)
+        talk.begin(wanted=Wanted(8))
     assert talk.begin([*talk.history[:2], {**talk.history[2], "content": "ok"}]).prefix is Prefix.continued
 
 

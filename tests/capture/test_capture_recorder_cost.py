@@ -12,7 +12,8 @@ import orjson
 import pytest
 
 from occamy.capture import incoming
-from occamy.capture.recorder import Call, Recorder
+from occamy.capture.call import Call
+from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.contracts.capture import CaptureRules
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from occamy.capture.recorder import Call, Recorder
+from occamy.capture.call import Call
+from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments
 from occamy.capture.turn import Prefix

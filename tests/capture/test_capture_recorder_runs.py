@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from occamy.capture.recorder import Call, EngineAnswerError, Recorder
+from occamy.capture.call import Call, EngineAnswerError
+from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments
 from occamy.capture.store import Store
