@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from occamy.capture.history import split_prints
 from occamy.capture.lines import settle
+from occamy.capture.messages import PRINT, result_place
 from occamy.capture.runs import ROOT
 from occamy.capture.turn import Turn
+from occamy.contracts.manifest import SealError
 
 TURNS = "turns.parquet"
 
@@ -28,7 +32,10 @@ _LABELS = {
     "parent_attempt": pa.int32(),
     "prompt_tokens": pa.int32(),
     "cached_tokens": pa.int32(),
+    "temperature": pa.float64(),
+    "top_p": pa.float64(),
     "finish": pa.string(),
+    "calls": pa.string(),
     "trains": pa.bool_(),
 }
 _ARRAYS: dict[str, tuple[pa.DataType, type[np.generic]]] = {
@@ -53,12 +60,17 @@ class LedgerTurn:
     opened_by: str
     """In a segment's first turn, what opened it; else empty."""
     parent_ordinal: int
-    """Turn of another run whose ids the prompt goes on from; -1 if none."""
+    """Turn of another run that this one goes on from, from its ids unless `opened_by` is "tool_change"; -1 if none."""
     parent_attempt: int
     prompt_tokens: int
     """Length of P_t."""
     cached_tokens: int
+    temperature: float
+    """What the log-probs' distribution was scaled by; at 0 they are those of temperature 1."""
+    top_p: float
     finish: str
+    calls: str
+    """JSON list of the tool calls that were handed out: [name, arguments, whether a later request held the result]."""
     trains: bool
     """Whether its sampled tokens are training targets, if this attempt is the one that was used."""
     delta: np.ndarray
@@ -73,6 +85,7 @@ class LedgerTurn:
 
 def ledger(turns: Sequence[Turn]) -> list[LedgerTurn]:
     """The recorded attempts of an episode, in order of turn and attempt, each in the run that its segment is of."""
+    places = {print_[: PRINT // 2] for t in turns for print_ in split_prints(t.heard)}
     return [
         LedgerTurn(
             run=t.run,
@@ -85,7 +98,10 @@ def ledger(turns: Sequence[Turn]) -> list[LedgerTurn]:
             parent_attempt=-1 if t.parent is None else t.parent[1],
             prompt_tokens=t.prompt_tokens,
             cached_tokens=t.cached_tokens,
+            temperature=t.temperature,
+            top_p=t.top_p,
             finish=t.finish,
+            calls=_calls(t, places),
             trains=t.run == ROOT or t.summary,
             delta=np.asarray(t.delta, np.int32),
             output=np.asarray(t.output, np.int32),
@@ -94,6 +110,15 @@ def ledger(turns: Sequence[Turn]) -> list[LedgerTurn]:
         )
         for t in settle(turns)
     ]
+
+
+def _calls(turn: Turn, heard: Set[bytes]) -> str:
+    """`heard` are the places of the messages of all requests."""
+    if not turn.said:
+        return "[]"
+    calls = orjson.loads(turn.said).get("tool_calls", ())
+    told = [[c["function"]["name"], c["function"]["arguments"], result_place(c["id"]) in heard] for c in calls]
+    return orjson.dumps(told).decode()
 
 
 def write_ledgers(path: Path, ledgers: Sequence[tuple[str, Sequence[LedgerTurn]]]) -> None:
@@ -111,8 +136,10 @@ def write_ledgers(path: Path, ledgers: Sequence[tuple[str, Sequence[LedgerTurn]]
 
 
 def read_ledgers(path: Path) -> dict[str, list[LedgerTurn]]:
-    """Episode id -> its turns, in order of turn and attempt."""
+    """Episode id -> its turns, in order of turn and attempt. Raises SealError for a table of an earlier version."""
     table = pq.read_table(path).combine_chunks()
+    if missing := next((name for name in (*_LABELS, *_ARRAYS) if name not in table.column_names), ""):
+        raise SealError(f"{path}: has no {missing}; it is of an earlier version, make the folder again")
     names = table["episode_id"].to_pylist()
     labels = [table[name].to_pylist() for name in _LABELS]
     arrays = [list(_rows(table[name], dtype)) for name, (_, dtype) in _ARRAYS.items()]

@@ -104,6 +104,11 @@ def fingerprint(message: Message, given: Mapping[str, GivenCall], rules: Capture
     return _digest(orjson.dumps(place)) + _digest(orjson.dumps(said))
 
 
+def result_place(call_id: str) -> bytes:
+    """Return the first 16 bytes of the fingerprint of a tool result, known by its call id."""
+    return _digest(orjson.dumps(["tool", call_id]))
+
+
 def _altered(call: Mapping[str, Any], given: Mapping[str, GivenCall]) -> Any:
     """None for a call as it was handed out, else what it says."""
     known = given.get(call.get("id") or "")

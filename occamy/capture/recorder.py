@@ -20,7 +20,7 @@ from occamy.capture.history import Attempt, Step, split_prints
 from occamy.capture.incoming import Key, Reader, Request, read_text
 from occamy.capture.messages import Message, extend_chain
 from occamy.capture.render import Renderer
-from occamy.capture.runs import ROOT, Opening, Runs
+from occamy.capture.runs import Opening, Runs
 from occamy.capture.stops import before_stop
 from occamy.capture.template import TemplateError
 from occamy.capture.turn import Prefix, Turn
@@ -105,8 +105,8 @@ class Recorder:
     ) -> Call:
         """Classify a request and return the token ids to sample from.
 
-        Raises ContextLimitError when the ids and `wanted.max_tokens` exceed the context, TemplateError when the template
-        cannot append the new messages; either leaves the record as it was.
+        Raises ContextLimitError when the ids and the tokens that are wanted exceed the context, TemplateError when the
+        template cannot append the new messages; either leaves the record as it was.
         """
         request = self._reader.read(role, messages, tools)
         step = self._retried(request, rewrite)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby
 
@@ -175,7 +175,7 @@ def _expected(
     logprobs[new:], versions[new:] = used.logprobs, used.versions
     if parent is not None:
         own = slice(parent.prompt_tokens, parent.prompt_tokens + len(parent.output))
-        if (segment.origin[own] == Origin.SUBAGENT).all():
+        if used.opened_by != "tool_change" and (segment.origin[own] == Origin.SUBAGENT).all():
             origin[own], logprobs[own], versions[own] = Origin.SUBAGENT, parent.logprobs, parent.versions
     return origin, logprobs, versions
 
@@ -221,6 +221,24 @@ def _finding(
     return TokenFinding(kind, *place, recorded, found, count, note)
 
 
+def comparable(segments: Sequence[Segment], turns: Sequence[LedgerTurn]) -> list[Segment]:
+    """Return segments with those targets alone whose log-probs a teacher-forced pass gives again.
+
+    Engines score given tokens at temperature 1; what they report of a sampled one is of the distribution scaled by its
+    temperature, whose constant such a pass does not tell. So targets sampled at another temperature than 1 are left
+    out; at 0 an engine reports temperature 1. Top-p plays no part: log-probs are of the whole distribution.
+    """
+    chains, left = _chains(turns), []
+    for segment in segments:
+        mask = segment.mask.copy()
+        for attempts in chains.get((segment.run, segment.index), []):
+            used = _used(segment, attempts)
+            if used.temperature not in (0.0, 1.0):
+                mask[used.prompt_tokens : used.prompt_tokens + len(used.output)] = False
+        left.append(replace(segment, mask=mask))
+    return left
+
+
 def compare_logprobs(segment: Segment, scored: np.ndarray, *, version: int, tolerance: float) -> list[TokenFinding]:
     """Compare the recorded log-probs of one weight version with an engine's, one finding for each turn that differs.
 
@@ -260,7 +278,8 @@ def turns_of(origin: np.ndarray) -> np.ndarray:
 async def replay_tokens(
     client: EngineClient, segments: Sequence[Segment], *, version: int, tolerance: float = TOLERANCE
 ) -> list[TokenFinding]:
-    """Feed every segment with targets of `version` to an engine and compare log-probs (temperature 1).
+    """Feed every segment with targets of `version` to an engine and compare log-probs, which must be of temperature 1
+    (see `comparable`).
 
     Findings of kind weight_version come also when the engine says that it holds another version. Raises EngineError.
     """

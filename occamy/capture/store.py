@@ -127,9 +127,9 @@ class Store:
         row = (
             episode_id, turn.run, turn.role, turn.summary, turn.segment, turn.ordinal, turn.repeats, turn.continues,
             *parent, turn.opened_by, _blob(turn.delta), turn.prompt_tokens, turn.tools, turn.heard, turn.attempt,
-            turn.overlaps, turn.prefix.value, turn.cached_tokens, turn.temperature, turn.top_p, _blob(turn.output), _blob(turn.logprobs), _blob(turn.versions),
-            turn.finish, turn.said, exchange.request_digest, exchange.history_digest, exchange.sampling,
-            exchange.engine_cached_tokens, exchange.seconds,
+            turn.overlaps, turn.prefix.value, turn.cached_tokens, turn.temperature, turn.top_p, _blob(turn.output),
+            _blob(turn.logprobs), _blob(turn.versions), turn.finish, turn.said, exchange.request_digest,
+            exchange.history_digest, exchange.sampling, exchange.engine_cached_tokens, exchange.seconds,
         )  # fmt: skip
         with self._lock, self._transaction():
             self._check_open(episode_id)

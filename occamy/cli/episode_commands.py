@@ -129,7 +129,7 @@ def show_command(args: argparse.Namespace) -> int:
 def tokens_command(args: argparse.Namespace) -> int:
     """Print findings; 1 when there are some."""
     from occamy.capture.replay import check_capture
-    from occamy.rollout.admit import replay_versions
+    from occamy.rollout.admit import replay_versions, replayable
 
     archive, ids = _open(args.episodes)
     episodes = [archive.episode(name) for name in ids]
@@ -137,10 +137,12 @@ def tokens_command(args: argparse.Namespace) -> int:
     for episode in episodes:
         if episode.turns is not None:
             found += check_capture(episode.record, episode.segments, episode.turns)
-    segments = [s for e in episodes for s in e.segments]
+    segments = [s for e in episodes for s in replayable(e)]
     found += replay_versions(segments, weights=_weights(args.weights), url=args.url, tolerance=args.tolerance)
-    compared = sum(int(s.mask.sum()) for s in segments if s.sampled_by == "policy")
-    return _report(found, f"{len(ids)} episodes, {compared} log-probs compared")
+    compared = sum(int(s.mask.sum()) for s in segments)
+    left = sum(int(s.mask.sum()) for e in episodes for s in e.segments if s.sampled_by == "policy") - compared
+    hot = f" ({left} not: sampled at another temperature than 1)" if left else ""
+    return _report(found, f"{len(ids)} episodes, {compared} log-probs compared{hot}")
 
 
 def state_command(args: argparse.Namespace) -> int:

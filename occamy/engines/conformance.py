@@ -70,10 +70,10 @@ async def check_engine(
 ) -> AsyncIterator[Finding]:
     """Run the suite against the engine at `url`, which nobody else uses meanwhile, and yield a finding per check.
 
-    `model` is the folder that the engine serves (for its vocabulary and texts), `reference` its float32 forward pass, `tolerance`
-    the largest difference of two log-probs (1e-4 is for float32), `timeout_s` the limit of one request. `intrusive`
-    adds what changes the engine or may kill it: weight updates, ids out of the vocabulary. Never raises for what the
-    engine does; an engine that cannot be reached is one finding.
+    `model` is the folder that the engine serves (for its vocabulary and texts), `reference` its float32 forward pass,
+    `tolerance` the largest difference of two log-probs (1e-4 is for float32), `timeout_s` the limit of one request.
+    `intrusive` adds what changes the engine or may kill it: weight updates, ids out of the vocabulary. Never raises for
+    what the engine does; an engine that cannot be reached is one finding.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(timeout=timeout) as session:

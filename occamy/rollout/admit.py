@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from occamy.capture.replay import TOLERANCE, TokenFinding, check_capture, replay_tokens
+from occamy.capture.replay import TOLERANCE, TokenFinding, check_capture, comparable, replay_tokens
 from occamy.capture.sealed import read_sealed, write_sealed
 from occamy.contracts.episode import EpisodeRecord, QuarantineReason, Segment
 from occamy.contracts.manifest import Counts, Manifest, SealError, seal, write_atomic
@@ -39,7 +39,8 @@ class Receipt(Record):
     reason: QuarantineReason | None
     """Of the first finding, or the one that the episode was captured with; None when admitted."""
     checks: tuple[str, ...]
-    """capture, state, tokens: what was done."""
+    """capture, state, tokens: what was done. Log-probs of other temperatures than 1 cannot be compared: then tokens is
+    followed by how many of the targets were, as "tokens (12 of 40)"."""
     findings: tuple[str, ...]
     """The first ones, in words."""
 
@@ -61,7 +62,7 @@ def check_state(episode: Recorded) -> list[StateFinding]:
         raise ReplayError(f"episode {name} was sealed without its tool calls; make it again")
     if episode.contract is None:
         raise ReplayError(f"episode {name}: no task {episode.record.task_id} to start from; name its release")
-    return replay_state(episode.record, episode.evidence, episode.contract)
+    return replay_state(episode.record, episode.evidence, episode.contract, episode.turns)
 
 
 def receipt(record: EpisodeRecord, findings: Sequence[Finding], checks: Sequence[str]) -> Receipt:
@@ -70,6 +71,18 @@ def receipt(record: EpisodeRecord, findings: Sequence[Finding], checks: Sequence
     said = tuple(str(f) for f in findings[:_KEPT])
     name = record.episode_id
     return Receipt(episode_id=name, admitted=reason is None, reason=reason, checks=tuple(checks), findings=said)
+
+
+def replayable(episode: Recorded) -> list[Segment]:
+    """Segments of an episode with the targets whose log-probs can be replayed: none of a teacher's, and none that were
+    sampled at a temperature that does not allow it, or that nobody kept."""
+    if episode.record.sampled_by != "policy" or episode.turns is None:
+        return []
+    return comparable(episode.segments, episode.turns)
+
+
+def _targets(segments: Iterable[Segment]) -> int:
+    return sum(int(s.mask.sum()) for s in segments)
 
 
 def write_receipts(folder: Path, receipts: Iterable[Receipt]) -> None:
@@ -133,20 +146,22 @@ def admit_trajectories(
     """
     if out.exists():
         raise SealError(f"{out}: exists; admission writes a new folder")
-    archive = open_archive(folder)
+    episodes = list(open_archive(folder))
     sealed = read_sealed(folder)
     drawn = _drawn(sealed.records, share, seed)
-    tokens = replay_versions(
-        (s for s in sealed.segments if s.episode_id in drawn), weights=weights, url=url, tolerance=tolerance
-    )
+    chosen = {e.record.episode_id: replayable(e) for e in episodes if e.record.episode_id in drawn}
+    tokens = replay_versions((s for own in chosen.values() for s in own), weights=weights, url=url, tolerance=tolerance)
     by_episode: dict[str, list[Finding]] = {}
     for finding in tokens:
         by_episode.setdefault(finding.episode_id, []).append(finding)
-    episodes, receipts = list(archive), []
+    receipts = []
     for episode in episodes:
         name = episode.record.episode_id
         found = [*check_episode(episode), *by_episode.get(name, [])]
-        checks = ("capture", "state", "tokens") if name in drawn else ("capture", "state")
+        checks = ["capture", "state"]
+        if name in drawn:
+            compared, targets = _targets(chosen[name]), _targets(episode.segments)
+            checks.append("tokens" if compared == targets else f"tokens ({compared} of {targets})")
         receipts.append(receipt(episode.record, found, checks))
     records = [e.record.model_copy(update={"quarantine": r.reason}) for e, r in zip(episodes, receipts, strict=True)]
     manifest = sealed.manifest

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+import orjson
+
+from occamy.capture.ledger import LedgerTurn
 from occamy.contracts.episode import EpisodeRecord, Outcome, QuarantineReason
 from occamy.contracts.record import canonical_json, digest
 from occamy.contracts.task import TaskContract
@@ -14,7 +18,7 @@ from occamy.rollout.evidence import Evidence
 from occamy.rollout.grading import Grade, grade
 from occamy.worlds.tools import FILE_TOOLS
 from occamy.worlds.workspace import MemoryWorkspace
-from occamy.worlds.world import WORLD_VERSION, Event, World, WorldError
+from occamy.worlds.world import WORLD_VERSION, Event, World, WorldError, decode_arguments
 
 _SHOWN = 120
 """Characters of a value that a message shows."""
@@ -58,9 +62,11 @@ class StateFinding:
         return f"episode {self.episode_id}{where}: {what}: recorded {_cut(self.recorded)}, found {_cut(self.replayed)}"
 
 
-def replay_state(record: EpisodeRecord, evidence: Evidence, contract: TaskContract) -> list[StateFinding]:
+def replay_state(
+    record: EpisodeRecord, evidence: Evidence, contract: TaskContract, turns: Sequence[LedgerTurn] | None = None
+) -> list[StateFinding]:
     """Make the logged calls again in a fresh world and compare result, change and clock of each, the final state, and
-    the grade that follows from it.
+    the grade that follows from it. With the captured `turns` the log is also compared with what they say of it.
 
     Where an agent could write files past the dispatcher, files at the end and what file tools answer are not compared.
     A mismatch of versions comes first, since it may explain the others.
@@ -80,9 +86,48 @@ def replay_state(record: EpisodeRecord, evidence: Evidence, contract: TaskContra
             found += _call(record.episode_id, world, event, evidence.logged_files)
         if evidence.state and not lost:
             found += _final(record, evidence.state, world.state(), evidence.logged_files)
+        if not lost:
+            found += _unlogged(record, evidence, contract, turns)
     finally:
         world.close()
     return [*found, *_graded(record, evidence, contract)]
+
+
+def _unlogged(
+    record: EpisodeRecord, evidence: Evidence, contract: TaskContract, turns: Sequence[LedgerTurn] | None
+) -> Iterator[StateFinding]:
+    """Calls that the log lacks, as the last one may be if it only read, and calls that nobody made.
+
+    A harness of ours hands on every call of a tool of the task whose arguments are an object, as it was sampled. An
+    agent program may answer some itself and alter others, so there the calls that were served are counted.
+    """
+    if not evidence.logged_files:
+        served, logged = record.tool_calls, len(evidence.events)
+        if served != logged and record.outcome is not Outcome.infra_failed:
+            place = record.episode_id, min(served, logged), "of the tool server"
+            yield StateFinding(Drift.missing_call, *place, f"{served} calls", f"{logged} calls")
+        return
+    if turns is None:
+        return
+    said = [call for turn in turns for call in orjson.loads(turn.calls)]
+    left = Counter((event.name, canonical_json(event.arguments)) for event in evidence.events)
+    made = Counter[tuple[str, bytes]]()
+    for name, arguments, answered in said:
+        read = decode_arguments(arguments)
+        key = name, canonical_json(arguments if read is None else read)
+        made[key] += 1
+        if answered and read is not None and name in contract.tools:
+            left[key] -= 1
+            if left[key] < 0:
+                call = f"{name} {key[1].decode()}"
+                yield StateFinding(
+                    Drift.missing_call, record.episode_id, len(evidence.events), call, "its result", "no such call"
+                )
+    for event in evidence.events:
+        key = event.name, canonical_json(event.arguments)
+        made[key] -= 1
+        if made[key] < 0:
+            yield StateFinding(Drift.missing_call, record.episode_id, event.ordinal, _named(event), "made", "not asked")
 
 
 def _graded(record: EpisodeRecord, evidence: Evidence, contract: TaskContract) -> Iterator[StateFinding]:

@@ -92,7 +92,7 @@ class World:
     def call(self, name: str, arguments: str | dict[str, Any]) -> ToolResult:
         """Dispatch one call, log it and advance the clock by one second."""
         ordinal = len(self.events)
-        decoded = _decode(arguments)
+        decoded = decode_arguments(arguments)
         try:
             if ordinal in self._faults:
                 raise _Fault("unavailable")
@@ -290,7 +290,7 @@ def _parse_clock(text: str) -> datetime:
         raise WorldError(f"clock {text!r}: write a time such as 2026-01-05T09:00:00Z ({e})") from e
 
 
-def _decode(arguments: str | dict[str, Any]) -> dict[str, Any] | None:
+def decode_arguments(arguments: str | dict[str, Any]) -> dict[str, Any] | None:
     """The arguments as an object that has a canonical form (no NaN, no lone surrogates), or None."""
     try:
         decoded = json.loads(arguments) if isinstance(arguments, str) else arguments

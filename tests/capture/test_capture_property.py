@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from occamy.capture.families.nano import NANO
 from occamy.capture.call import Call
+from occamy.capture.families.nano import NANO
 from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.capture.segments import build_segments

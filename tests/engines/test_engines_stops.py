@@ -1,4 +1,4 @@
-"""Stop strings: found with the token that completes them, whatever tokens they are said in, at no cost of the answer."""
+"""Stop strings: found with the token that completes them, whatever tokens say them, at no cost of the answer."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +80,9 @@ def test_bytes_that_decode_together_or_not_at_all_are_read_from_a_whole_characte
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from("ab é☂😀"), max_size=30), st.lists(st.text("ab é☂😀", min_size=1, max_size=4), max_size=3))
+@given(
+    st.lists(st.sampled_from("ab é☂😀"), max_size=30), st.lists(st.text("ab é☂😀", min_size=1, max_size=4), max_size=3)
+)
 def test_it_is_found_where_the_whole_text_first_holds_it(said: list[str], texts: list[str]) -> None:
     output, tokenizer = list("".join(said).encode()), byte_level()
     texts = texts or ["a"]
@@ -109,9 +111,7 @@ def nano() -> Iterator[EngineProcess]:
         yield process
 
 
-def test_an_engine_keeps_the_ids_that_complete_it_streamed_or_not(
-    nano: EngineProcess, ask: Callable[..., Any]
-) -> None:
+def test_an_engine_keeps_the_ids_that_complete_it_streamed_or_not(nano: EngineProcess, ask: Callable[..., Any]) -> None:
     tokenizer = Tokenizer.from_file(str(base_checkpoint() / "tokenizer.json"))
 
     async def use(client: EngineClient) -> None:
@@ -127,7 +127,7 @@ def test_an_engine_keeps_the_ids_that_complete_it_streamed_or_not(
         parts = [part async for part in client.stream(prompt, asked)]
         assert (parts[-1].output_ids, parts[-1].finish_reason) == (got.output_ids, "stop")
         for bad in ("", 7):
-            with pytest.raises(EngineError, match="sampling_params.stop = .* that are not empty"):
+            with pytest.raises(EngineError, match=r"sampling_params\.stop = .* that are not empty"):
                 await client.generate(prompt, Sampling(stop=(bad,)))  # type: ignore[arg-type]
 
     ask(nano, use)
@@ -135,7 +135,7 @@ def test_an_engine_keeps_the_ids_that_complete_it_streamed_or_not(
 
 def test_an_engine_without_a_tokenizer_refuses_them(checkpoint: Path, ask: Callable[..., Any]) -> None:
     async def use(client: EngineClient) -> None:
-        with pytest.raises(EngineError, match="has no tokenizer.json") as refused:
+        with pytest.raises(EngineError, match=r"has no tokenizer\.json") as refused:
             await client.generate([1, 2], Sampling(stop=("a",)))
         assert refused.value.kind == "rejected"
 

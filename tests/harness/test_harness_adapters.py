@@ -22,7 +22,6 @@ from occamy.sandboxes.protocol import ExecResult
 TOY: dict[str, Any] = {
     "name": "toy",
     "version": "2.1",
-    "retries": {"server_error": 1, "unauthorised": 1, "same_body": True},
     "launch": {
         "kind": "command",
         "argv": ["toy", "{request}"],
@@ -56,7 +55,7 @@ def test_an_unknown_place_is_refused_where_the_declaration_is_read(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"retries": None}, "retries"),
+        ({"retries": {"server_error": 1}}, "retries: Extra inputs are not permitted"),
         ({"version": 2}, "version"),
         ({"launch": {"kind": "telepathy"}}, "'telepathy'"),
         ({"capture": {"summaries": [{"role": "user", "starts": ""}]}}, "capture.summaries.0.starts"),
@@ -64,6 +63,11 @@ def test_an_unknown_place_is_refused_where_the_declaration_is_read(tmp_path: Pat
         ({"name": "../toy"}, r"name: .* \(got '../toy'\)"),
         ({"tools": {"result": "("}}, r"tools.result: .*no regular expression: .* \(got '\('\)"),
         ({"capture": {"auxiliaries": [{"run": "my-aux", "purpose": "title"}]}}, "capture.auxiliaries.0.run"),
+        (
+            {"capture": {"auxiliaries": [{"run": "aux", "purpose": p} for p in ("summary", "title")]}},
+            "two auxiliaries have the run 'aux'; give each kind of call a run of its own",
+        ),
+        ({"capture": {"appends": ["system"]}}, "capture.appends.0"),
         ({"launch": {"kind": "command", "argv": ["toy"], "scripts": ["../go.py"]}}, "scripts.0: .*without '..'"),
         ({"launch": {"kind": "command", "argv": ["toy"], "config": {"/etc/c.json": {}}}}, "config.*below the folder"),
     ],

@@ -74,8 +74,7 @@ def play(
         "scripts": ["go.py"],
         "config": {"etc/setup.json": SETUP, **(config or {})},
     }
-    retries = {"server_error": 1, "unauthorised": 1, "same_body": True}
-    declared = {"name": "go", "version": "1", "retries": retries, "launch": launch, "stall_seconds": 1.0, **adapter}
+    declared = {"name": "go", "version": "1", "launch": launch, "stall_seconds": 1.0, **adapter}
     harness = AdapterHarness(Adapter.model_validate(declared), here)
     world = World(SPEC, MemoryWorkspace())
 
@@ -188,8 +187,7 @@ def test_a_program_with_tools_of_its_own_may_be_busy_with_them(tmp_path: Path) -
 def test_an_assignment_without_an_outside_is_refused(tmp_path: Path) -> None:
     (tmp_path / "go.py").write_text("")
     launch = {"kind": "command", "argv": ["true"]}
-    retries = {"server_error": 1, "unauthorised": 1, "same_body": True}
-    adapter = Adapter.model_validate({"name": "go", "version": "1", "retries": retries, "launch": launch})
+    adapter = Adapter.model_validate({"name": "go", "version": "1", "launch": launch})
     with pytest.raises(ValueError, match="harness go is a program of its own"):
         asyncio.run(_run_inside(AdapterHarness(adapter, tmp_path)))
 

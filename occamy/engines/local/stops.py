@@ -1,4 +1,4 @@
-"""Stop strings over sampled ids: the one that the newest token completes. The cost is the strings', not the answer's."""
+"""Stop strings over sampled ids: the one that the newest token completes. Costs the strings, not the answer."""
 
 from __future__ import annotations
 

@@ -13,11 +13,6 @@ from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import Outcome
 from occamy.contracts.record import Record
 
-Normalisation = Literal[
-    "sorted_arguments", "escaped_unicode", "stripped_text", "dropped_thinking", "altered_call_ids", "empty_content"
-]
-"""What a program does to an assistant turn before it echoes it."""
-
 PLACES = frozenset(
     {
         *("request", "base", "key", "model", "temperature", "max_new_tokens", "context_limit"),
@@ -62,17 +57,6 @@ class ToolSource(Record):
     """Keys of that object under which the answer may lie."""
     others: bool = False
     """Whether the program runs tools of its own besides: it may then be busy without a word to model or world."""
-
-
-class Retries(Record):
-    """How the program meets an endpoint that fails. The proxy holds calls, so that it rarely needs to."""
-
-    server_error: int = Field(ge=1)
-    """Tries in all after HTTP 5xx, as configured by this adapter."""
-    unauthorised: int = Field(ge=1)
-    """Tries in all after HTTP 401."""
-    same_body: bool
-    """Whether a try repeats the request as it was. If not, the engine must not fail while it is held."""
 
 
 class Ending(Record):
@@ -141,10 +125,6 @@ class Adapter(Record):
     tools: ToolSource = ToolSource()
     capture: CaptureRules = CaptureRules()
     """Which requests are policy, housekeeping or summary, and how the program rewrites its history."""
-    normalisations: tuple[Normalisation, ...] = ()
-    appends: tuple[Literal["tool", "user"], ...] = ("tool",)
-    """Roles of the messages that it adds after an assistant turn."""
-    retries: Retries
     minimum_context: int = Field(default=0, ge=0)
     """Least context limit that it runs with, tokens."""
     stall_seconds: float = Field(default=30.0, gt=0)
