@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from occamy.capture.call import Call
+from occamy.capture.call import Call, Wanted
 from occamy.capture.families.nano import NANO
 from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
@@ -56,6 +56,7 @@ STEP = st.fixed_dictionaries(
         "trailer": st.booleans(),
         "beside": st.sampled_from([None, None, "sub", "aux-notes", "aux-title"]),
         "cut": st.booleans(),
+        "stop": st.sampled_from([(), (), ("on",), ("}cr", "0"), ("e", "k<")]),
     }
 )
 
@@ -111,9 +112,17 @@ class Played:
     def _recorder(self, turns: list[Turn]) -> Recorder:
         return Recorder.restore("e", self.renderer, turns, None, seed=0, rules=RULES, context_limit=1 << 20)
 
-    def ask(self, text: str, version: int, role: str, messages: list[dict[str, Any]], rewrite: str | None) -> Any:
+    def ask(
+        self,
+        text: str,
+        version: int,
+        role: str,
+        messages: list[dict[str, Any]],
+        rewrite: str | None,
+        stop: tuple[str, ...] = (),
+    ) -> Any:
         sent = json.loads(json.dumps(messages))
-        call = self.recorder.begin(role, sent, [], rewrite=rewrite)
+        call = self.recorder.begin(role, sent, [], rewrite=rewrite, wanted=Wanted(stop=stop))
         body, end = text.removesuffix(NANO.closing), text.endswith(NANO.closing)
         ids = [i for letter in body for i in self.renderer.encode(letter)] + [self.renderer.closing_id] * end
         mark = -float(len(self.attempts) + 1)
@@ -138,7 +147,8 @@ class Played:
             self.recorder.abandon(self.recorder.begin("root", sent, [], rewrite=header))
         answers = []
         for text, version in plan["attempts"]:
-            call, message, told = self.ask(text, version, "root", self.history, header)
+            call, message, told = self.ask(text, version, "root", self.history, header, plan["stop"])
+            assert not any(s in (message["content"] or "") for s in plan["stop"])
             answers.append((message, told))
             self.prompts.append((call.input_ids.tolist(), told[0]))
             yield call

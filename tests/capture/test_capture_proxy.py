@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from occamy.capture.ledger import ledger
 from occamy.capture.server import ProxyServer
 from occamy.contracts.capture import CaptureRules
 from occamy.contracts.episode import QuarantineReason
@@ -119,11 +120,12 @@ def test_keys_open_their_own_episode_only(proxy: ProxyServer, client: Any, conne
         ({"messages": [ASK], "tool_choice": "required"}, "unsupported_value", "tool_choice"),
         ({"messages": [ASK], "chat_template_kwargs": {}}, "unsupported_parameter", "chat_template_kwargs"),
         ({"messages": [ASK], "temperature": "hot"}, "invalid_value", "temperature"),
+        ({"messages": [ASK], "temperature": 1e-320}, "invalid_value", "temperature"),
+        ({"messages": [ASK], "temperature": 9e-7}, "invalid_value", "temperature"),
         ({"messages": [ASK], "top_p": 0}, "invalid_value", "top_p"),
         ({"messages": [ASK], "seed": 1.5}, "invalid_value", "seed"),
         ({"messages": [ASK], "max_tokens": 0}, "invalid_value", "max_tokens"),
         ({"messages": [ASK], "max_tokens": 4, "max_completion_tokens": 5}, "invalid_value", "max_tokens"),
-        ({"messages": [ASK], "stop": "done check"}, "unsupported_value", "stop"),
         ({"messages": [ASK], "tools": [{}]}, "invalid_value", "tools"),
         ({"messages": [ASK], "max_tokens": 60}, "context_length_exceeded", "messages"),
         (
@@ -145,19 +147,30 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: Any, body: Any, code
 
 
 def test_neutral_parameters_text_parts_and_log_probs(client: Any, engine: Any, ids: Callable[[str], list[int]]) -> None:
-    engine.script = [(ids("done;"), "stop"), (ids("done"), "length")]
+    engine.script = [(ids("done;"), "length"), (ids("done"), "length")]
     parts = [{"type": "text", "text": "set tier of A01"}, {"type": "text", "text": " to gold"}]
-    options = {"n": 1, "stream": False, "tool_choice": "auto", "user": "x", "seed": 5, "stop": [";"], "logprobs": True}
+    options = {"n": 1, "stream": False, "tool_choice": "auto", "user": "x", "seed": 5, "logprobs": True}
     _, answer = client.chat([{"role": "user", "content": parts}], max_completion_tokens=4, **options)
     choice = answer["choices"][0]
     assert engine.seen[0]["input_ids"] == ids("<user>set tier of A01 to gold<assistant>")
-    assert engine.seen[0]["sampling_params"]["stop_token_ids"] == ids("<end>;")
     assert engine.seen[0]["sampling_params"]["sampling_seed"] == 5
-    assert choice["message"]["content"] == "done"
+    assert choice["message"]["content"] == "done;"
     assert [(c["token"], c["logprob"]) for c in choice["logprobs"]["content"]] == [("done", -0.25), (";", -0.5)]
     _, answer = client.chat([ASK, choice["message"], {"role": "user", "content": "check"}])
     assert engine.seen[1]["input_ids"][-5:] == ids(";<end><user>check<assistant>")
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_least_temperature_is_named_and_kept_in_the_ledger(
+    proxy: ProxyServer, client: Any, engine: Any, ids: Callable[[str], list[int]]
+) -> None:
+    assert "send 0, or 1e-06 and more" in client.chat([ASK], temperature=1e-320)[1]["error"]["message"]
+    engine.script = [(ids("done<end>"), "stop")] * 3
+    for temperature in (1e-6, 0, 0.7):
+        assert client.chat([ASK], temperature=temperature, top_p=0.9)[0] == 200
+    turns = proxy.store.turns("e")
+    assert [(t.temperature, t.top_p) for t in turns] == [(1e-6, 0.9), (0.0, 0.9), (0.7, 0.9)]
+    assert [(t.temperature, t.top_p) for t in ledger(turns)] == [(1e-6, 0.9), (0.0, 0.9), (0.7, 0.9)]
 
 
 def test_rewrites_are_declared_by_header(

@@ -37,6 +37,9 @@ def _said(ids: list[int], **changes: Any) -> str:
         (_said([5], output_token_logprobs=[]), "backend_failed", QuarantineReason.infra_failed),
         (_said([5], weight_version="new"), "backend_failed", QuarantineReason.infra_failed),
         (_said([10**6]), "token_mismatch", QuarantineReason.token_mismatch),
+        (_said([5], output_token_logprobs=[[0.5, 5, None]]), "backend_failed", QuarantineReason.infra_failed),
+        (_said([5]).replace("-1.0", "NaN"), "backend_failed", QuarantineReason.infra_failed),
+        (_said([5] * 9), "backend_failed", QuarantineReason.infra_failed),
     ],
 )
 def test_an_engine_that_talks_garbage(
@@ -44,7 +47,7 @@ def test_an_engine_that_talks_garbage(
 ) -> None:
     with ProxyServer(tmp_path, tokenizer_dir, engine_url=engine.url) as proxy:
         engine.script = [garbage.encode()]
-        assert _code(connect(proxy).chat([ASK])) == (500, code)
+        assert _code(connect(proxy).chat([ASK], max_tokens=8)) == (500, code)
         assert proxy.store.read_open("e").quarantine is reason
         captured = proxy.close_episode("e")
     assert (captured.turns, captured.quarantine) == ([], reason)

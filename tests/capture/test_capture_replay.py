@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from occamy.capture.ledger import LedgerTurn, read_ledgers, write_ledgers
-from occamy.capture.replay import Change, TokenFinding, check_capture, compare_logprobs, turns_of
+from occamy.capture.replay import Change, TokenFinding, check_capture, comparable, compare_logprobs, turns_of
 from occamy.contracts.episode import EpisodeRecord, Origin, Outcome, QuarantineReason, Segment
+from occamy.contracts.manifest import SealError
 
 I, S, C, O = Origin.INHERITED, Origin.SAMPLED, Origin.SUBAGENT, Origin.OBSERVED  # noqa: E741
 
@@ -21,7 +23,7 @@ I, S, C, O = Origin.INHERITED, Origin.SAMPLED, Origin.SUBAGENT, Origin.OBSERVED 
 def turn(ordinal: int, prompt: int, delta: list[int], output: list[int], **more: Any) -> LedgerTurn:
     values: dict[str, Any] = {
         "run": "root", "segment": 0, "attempt": 0, "prefix": "continue", "opened_by": "", "parent_ordinal": -1,
-        "parent_attempt": -1, "cached_tokens": 0, "finish": "stop", "trains": True,
+        "parent_attempt": -1, "cached_tokens": 0, "finish": "stop", "trains": True, "temperature": 1.0, "top_p": 1.0, "calls": "[]",
         "logprobs": [-0.5 * (ordinal + 1)] * len(output), "versions": [3] * len(output),
     } | more  # fmt: skip
     arrays = {name: np.asarray(values.pop(name), dtype) for name, dtype in (("logprobs", "f4"), ("versions", "i4"))}
@@ -207,6 +209,19 @@ def test_log_probs_are_compared_where_the_version_sampled() -> None:
     assert where(finding) == (Change.logprob, "root", 0, 1, 6)
 
 
+def test_log_probs_are_compared_at_temperature_1_and_at_0_where_engines_report_1() -> None:
+    turns = [
+        dataclasses.replace(t, temperature=temperature)
+        for t, temperature in zip(TURNS, (0.0, 0.7, float("nan")), strict=True)
+    ]
+    left = comparable(SEGMENTS, turns)
+    assert [s.mask.nonzero()[0].tolist() for s in left] == [[3, 4], []]
+    assert [s.mask.nonzero()[0].tolist() for s in SEGMENTS] == [[3, 4, 6], [2, 3]]
+    assert [s.mask.sum() for s in comparable(SEGMENTS, TURNS)] == [3, 2]
+    hot = [*TURNS[:2], dataclasses.replace(TURNS[2], top_p=0.5)]
+    assert [s.mask.sum() for s in comparable(SEGMENTS, hot)] == [3, 2]  # log-probs are of the whole distribution
+
+
 def test_one_deviating_log_prob_is_named_and_most_of_them_mean_other_weights() -> None:
     [finding] = compare_logprobs(SEGMENTS[0], np.array([0, 0, 0, -0.5, -0.75, 0, -1]), version=3, tolerance=0.2)
     assert where(finding) == (Change.logprob, "root", 0, 0, 4)
@@ -232,3 +247,6 @@ def test_turns_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
             assert np.array_equal(getattr(before, field.name), getattr(after, field.name))
     write_ledgers(tmp_path / "turns.parquet", [])
     assert read_ledgers(tmp_path / "turns.parquet") == {}
+    pq.write_table(pq.read_table(tmp_path / "turns.parquet").drop_columns("temperature"), tmp_path / "turns.parquet")
+    with pytest.raises(SealError, match="turns.parquet: has no temperature; it is of an earlier version"):
+        read_ledgers(tmp_path / "turns.parquet")

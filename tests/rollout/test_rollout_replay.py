@@ -73,7 +73,7 @@ def episode(demonstrations: Path) -> Recorded:
 
 def drifts(one: Recorded) -> list[tuple[Drift, int]]:
     assert one.evidence is not None and one.contract is not None
-    return [(f.kind, f.call) for f in replay_state(one.record, one.evidence, one.contract)]
+    return [(f.kind, f.call) for f in replay_state(one.record, one.evidence, one.contract, one.turns)]
 
 
 def of_state(one: Recorded) -> list[Drift]:
@@ -188,7 +188,41 @@ def test_a_call_that_is_missing_in_the_log_is_named(episode: Recorded) -> None:
     assert drifts(other) == [(Drift.missing_call, 2)]
     last_write = max(e.ordinal for e in events if e.ok and e.fingerprint != events[e.ordinal - 1].fingerprint)
     shorter = replace(episode, evidence=replace(episode.evidence, events=events[:last_write]))
-    assert drifts(shorter) == [(Drift.final_state, -1)]
+    lost = [(Drift.missing_call, last_write)] * (len(events) - last_write)
+    assert drifts(shorter) == [(Drift.final_state, -1), *lost]
+
+
+def test_a_last_call_that_only_read_is_missed_by_the_messages(demonstrations: Path) -> None:
+    """No other call, and no state, tells of it."""
+    one, last = next(
+        (e, e.evidence.events[-1])
+        for e in open_archive(demonstrations)
+        if e.evidence is not None and not e.evidence.events[-1].name.endswith(("_update", "_create", "_write"))
+    )
+    assert one.evidence is not None and one.contract is not None and drifts(one) == []
+    without = replace(one.evidence, events=one.evidence.events[:-1])
+    [finding] = replay_state(one.record, without, one.contract, one.turns)
+    assert (finding.kind, finding.call, finding.reason) == (
+        Drift.missing_call, last.ordinal, QuarantineReason.incomplete_capture,
+    )  # fmt: skip
+    assert finding.name == f"{last.name} {state_replay.canonical_json(last.arguments).decode()}"
+    assert (finding.recorded, finding.replayed) == ("its result", "no such call")
+    more = replace(one.evidence, events=(*one.evidence.events, replace(last, ordinal=last.ordinal + 1)))
+    found = replay_state(one.record, more, one.contract, one.turns)
+    assert (Drift.missing_call, last.ordinal + 1, "not asked") in [(f.kind, f.call, f.replayed) for f in found]
+
+
+def test_calls_of_an_agent_program_are_counted_where_they_were_served(demonstrations: Path) -> None:
+    one = next(iter(open_archive(demonstrations)))
+    assert one.evidence is not None and one.contract is not None
+    program = replace(one.evidence, logged_files=False)
+    assert replay_state(one.record, program, one.contract, one.turns) == []
+    count = len(program.events)
+    record = one.record.model_copy(update={"tool_calls": count + 1})
+    [finding] = replay_state(record, program, one.contract, one.turns)
+    assert (finding.kind, finding.call, finding.recorded, finding.replayed) == (
+        Drift.missing_call, count, f"{count + 1} calls", f"{count} calls",
+    )  # fmt: skip
 
 
 def test_another_contract_and_other_world_code_are_named(episode: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +398,21 @@ def test_a_share_of_policy_episodes_is_replayed_token_by_token(policy: Path, tmp
         tmp_path / "in", tmp_path / "some", share=0.3, seed=1, weights={0: base, 1: base}
     )
     assert sum("tokens" in r.checks for r in some) == 2 == manifest.facts["replayed_tokens"]
+
+    def warm(one: Recorded) -> Recorded:
+        """Its first turn was sampled at another temperature, where no log-prob of it can be forced again."""
+        assert one.turns is not None
+        forged = both_forged(one)
+        assert forged.turns is not None
+        return replace(forged, turns=[replace(forged.turns[0], temperature=0.7), *forged.turns[1:]])
+
+    reseal(policy / "sealed", tmp_path / "warm", {names[0]: warm})
+    _, receipts = admit_trajectories(tmp_path / "warm", tmp_path / "cool", share=1.0, weights={0: base, 1: base})
+    first = open_archive(tmp_path / "warm").episode(names[0])
+    assert first.turns is not None
+    targets = sum(int(s.mask.sum()) for s in first.segments)
+    assert receipts[0].checks[2] == f"tokens ({targets - len(first.turns[0].output)} of {targets})"
+    assert [r.reason for r in receipts] == [None] * 4 and receipts[1].checks[2] == "tokens"
     with pytest.raises(ValueError, match="share 2: give a part between 0 and 1"):
         admit_trajectories(tmp_path / "in", tmp_path / "more", share=2)
 
