@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,10 +21,14 @@ from occamy.contracts.release import KIND, contract_bytes, contract_path
 from occamy.contracts.task import FieldSpec, WorldSpec
 from occamy.nano.model import Shape, init_weights, save_model
 from occamy.nano.tokenizer import save_tokenizer
+from occamy.rollout.config import DemonstrationConfig, RolloutConfig
+from occamy.rollout.demonstrate import demonstrate
 from occamy.synthesis.author import Slot
 from occamy.synthesis.config import SynthesisConfig
 from occamy.synthesis.variants import write_task
 from occamy.worlds.tools import tool_names, tool_schemas
+
+sys.path.append(str(Path(__file__).parent))  # for the modules that lie beside the tests
 
 WORDS = ("the", "order", "of", "account", "is", "billed", "on", "monday", "and", "shipped", "to", "north", "depot")
 """A token each, after a space."""
@@ -57,6 +62,14 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.write_bytes(contract_bytes(task))
     seal(folder, KIND)
     return folder
+
+
+@pytest.fixture(scope="session")
+def demonstrations(release: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty demonstrations of that release by the oracle, sealed."""
+    out = tmp_path_factory.mktemp("demos") / "sealed"
+    demonstrate(release, checkpoint, out, DemonstrationConfig(rollout=RolloutConfig(concurrency=8)), 3)
+    return out
 
 
 @pytest.fixture(scope="session")

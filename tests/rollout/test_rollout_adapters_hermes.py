@@ -5,52 +5,29 @@ Skipped where the program is not installed; `occamy harness install hermes` does
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from agent_programs import BUDGET, by_run, call, installed, job, locked_out, patient, targets, with_long_files
 
 from occamy.contracts.episode import EpisodeRecord, Origin, Outcome, QuarantineReason
 from occamy.contracts.release import load_release
-from occamy.contracts.task import Budget, TaskContract
+from occamy.contracts.task import TaskContract
 from occamy.harness.adapters.launch import AdapterHarness
-from occamy.harness.adapters.program import ProgramMissing
-from occamy.harness.loading import load, load_adapter
+from occamy.harness.loading import load_adapter
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.episode import EpisodeResult
-from occamy.rollout.jobs import EpisodeJob
 from occamy.rollout.session import RolloutSession
 from occamy.rollout.trial import Sampler, play
 
 CONFIG = RolloutConfig(context_limit=131072, max_new_tokens=2048, concurrency=3, hold_seconds=4.0)
-BUDGET = Budget(turns=60, tool_calls=60, tokens=100_000, wall_seconds=200.0)
 
 
 @pytest.fixture(scope="module")
 def hermes() -> AdapterHarness:
-    try:
-        harness = load("hermes")
-    except ProgramMissing as e:
-        pytest.skip(str(e))
-    assert isinstance(harness, AdapterHarness)
-    return harness
-
-
-def patient(task: TaskContract, **world: Any) -> TaskContract:
-    """The task with time for a starved machine, and with another world where asked."""
-    meta = task.meta.model_copy(update={"budget": BUDGET})
-    return task.model_copy(update={"meta": meta, "world": task.world.model_copy(update=world)})
-
-
-def job(task: TaskContract, name: str) -> EpisodeJob:
-    return EpisodeJob(name, task, trial=0, seed=1, sampled_by="policy", temperature=1.0, model="written")
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return installed("hermes")
 
 
 def test_the_oracle_solves_frozen_tasks_through_it(
@@ -98,12 +75,7 @@ class Marathon:
 def test_compaction_and_children_are_captured_without_loss(
     hermes: AdapterHarness, release: Path, chatml: Path, policy: Any, long_text: Any, tmp_path: Path
 ) -> None:
-    task = load_release(release).select(pool="short")[0]
-    files = {f"big{number}": long_text(number) for number in range(7)}
-    task = patient(task, files=task.world.files | files, faults=())
-    grading = task.grading.model_copy(update={"allow_other_changes": True})
-    tools = tuple(dict.fromkeys((*task.tools, "file_read", "file_write")))
-    task = task.model_copy(update={"grading": grading, "tools": tools})
+    task = with_long_files(load_release(release).select(pool="short")[0], long_text)
     policy.write = marathon = Marathon(task)
     config = CONFIG.model_copy(update={"context_limit": 65536})
     with RolloutSession(
@@ -113,20 +85,18 @@ def test_compaction_and_children_are_captured_without_loss(
     record = result.record
     assert (record.outcome, record.quarantine, record.error) == (Outcome.completed, None, "")
     assert marathon.finished and record.success and (record.version_min, record.version_max) == (3, 3)
-    by_run: dict[str, list[Any]] = {}
-    for segment in result.segments:
-        by_run.setdefault(segment.run, []).append(segment)
-    assert sorted(by_run) == ["auxsummary-0", "auxsummary-1", "root", "sub-0", "sub-1"]
-    assert [s.closed_by for s in by_run["root"]] == ["summary_replacement", "summary_replacement", "end"]
+    runs = by_run(result.segments)
+    assert sorted(runs) == ["auxsummary-0", "auxsummary-1", "root", "sub-0", "sub-1"]
+    assert [s.closed_by for s in runs["root"]] == ["summary_replacement", "summary_replacement", "end"]
 
     def sampled_by(kind: str) -> list[int]:
         return [i for prompt, ids in policy.sampled if kind == _kind(prompt) for i in ids]
 
-    assert _targets(by_run["root"]) == sampled_by("root")
-    summaries = by_run["auxsummary-0"] + by_run["auxsummary-1"]
-    assert _targets(summaries) == sampled_by("summary")
-    children = by_run["sub-0"] + by_run["sub-1"]
-    assert _targets(children) == []
+    assert targets(runs["root"]) == sampled_by("root")
+    summaries = runs["auxsummary-0"] + runs["auxsummary-1"]
+    assert targets(summaries) == sampled_by("summary")
+    children = runs["sub-0"] + runs["sub-1"]
+    assert targets(children) == []
     kept = [int(i) for s in children for i in s.tokens[s.origin == Origin.SUBAGENT]]
     assert sorted(kept) == sorted(sampled_by("child"))
     assert sum(int(s.mask.sum()) for s in result.segments) + len(kept) == record.output_tokens
@@ -137,10 +107,6 @@ def _kind(prompt: str) -> str:
     if "You are a summarization agent" in prompt:
         return "summary"
     return "root" if '"name": "delegate_task"' in prompt else "child"
-
-
-def _targets(segments: list[Any]) -> list[int]:
-    return [int(i) for i in np.concatenate([s.tokens[s.mask] for s in segments])]
 
 
 def test_faults_of_the_endpoint_are_infrastructure_and_a_silent_policy_is_not(
@@ -178,12 +144,9 @@ def test_faults_of_the_endpoint_are_infrastructure_and_a_silent_policy_is_not(
 def test_a_program_that_never_gets_in_is_infrastructure(
     hermes: AdapterHarness, release: Path, chatml: Path, policy: Any, tmp_path: Path
 ) -> None:
-    adapter, here = load_adapter("hermes")
-    config = json.loads(json.dumps(adapter.launch.model_dump(mode="json")).replace("{key}", "wrong"))
-    locked_out = AdapterHarness(adapter.model_validate({**adapter.model_dump(mode="json"), "launch": config}), here)
     task = patient(load_release(release).select(pool="short")[0])
     with RolloutSession(
-        tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=locked_out, config=CONFIG
+        tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=locked_out("hermes", "{key}"), config=CONFIG
     ) as session:
         [result] = session.stream([job(task, "401")], 1)
     assert result.record.outcome is Outcome.infra_failed and result.record.quarantine is QuarantineReason.infra_failed

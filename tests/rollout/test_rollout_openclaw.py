@@ -5,52 +5,34 @@ Skipped where the program is not installed; `occamy harness install openclaw` do
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from agent_programs import by_run, call, installed, job, locked_out, patient, targets, with_long_files
 
 from occamy.contracts.episode import EpisodeRecord, Outcome, QuarantineReason
 from occamy.contracts.release import load_release
-from occamy.contracts.task import Budget, TaskContract
+from occamy.contracts.task import TaskContract
 from occamy.harness.adapters.launch import AdapterHarness
-from occamy.harness.adapters.program import ProgramMissing
-from occamy.harness.loading import load, load_adapter
 from occamy.rollout.config import RolloutConfig
-from occamy.rollout.jobs import EpisodeJob
 from occamy.rollout.session import RolloutSession
 from occamy.rollout.trial import Sampler, play
 
+TEMPERATURE = 0.7
 CONFIG = RolloutConfig(
-    context_limit=65536, max_new_tokens=2048, concurrency=2, hold_seconds=4.0, answer_seconds=6.0, temperature=0.7
+    context_limit=65536,
+    max_new_tokens=2048,
+    concurrency=2,
+    hold_seconds=4.0,
+    answer_seconds=6.0,
+    temperature=TEMPERATURE,
 )
-BUDGET = Budget(turns=60, tool_calls=60, tokens=100_000, wall_seconds=200.0)
 
 
 @pytest.fixture(scope="module")
 def openclaw() -> AdapterHarness:
-    try:
-        harness = load("openclaw")
-    except ProgramMissing as e:
-        pytest.skip(str(e))
-    assert isinstance(harness, AdapterHarness)
-    return harness
-
-
-def patient(task: TaskContract, **world: Any) -> TaskContract:
-    """The task with time for a starved machine, and with another world where asked."""
-    meta = task.meta.model_copy(update={"budget": BUDGET})
-    return task.model_copy(update={"meta": meta, "world": task.world.model_copy(update=world)})
-
-
-def job(task: TaskContract, name: str) -> EpisodeJob:
-    return EpisodeJob(name, task, trial=0, seed=1, sampled_by="policy", temperature=0.7, model="written")
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': f'world__{name}', 'arguments': arguments})}\n</tool_call>"
+    return installed("openclaw")
 
 
 def test_the_oracle_solves_frozen_tasks_through_it(
@@ -72,9 +54,9 @@ class Marathon:
     then has nothing to say until it is asked for a last word."""
 
     def __init__(self, task: TaskContract) -> None:
-        calls = [call(c.name, **c.arguments) for c in task.grading.reference]
-        reads = [call("file_read", path=f"big{i % 7}") for i in range(9)]
-        both = f"  Splitting — naïve.\n{call('file_write', text='café ' * 40, path='note')}\n{reads[0]}"
+        calls = [call(f"world__{c.name}", **c.arguments) for c in task.grading.reference]
+        reads = [call("world__file_read", path=f"big{i % 7}") for i in range(9)]
+        both = f"  Splitting — naïve.\n{call('world__file_write', text='café ' * 40, path='note')}\n{reads[0]}"
         self._root = [both, *reads, *calls, ""]
         self.roots = self.summaries = 0
 
@@ -94,38 +76,31 @@ class Marathon:
 def test_compaction_is_captured_without_loss(
     openclaw: AdapterHarness, release: Path, chatml: Path, policy: Any, long_text: Any, tmp_path: Path
 ) -> None:
-    task = load_release(release).select(pool="short")[0]
-    files = {f"big{number}": long_text(number) for number in range(7)}
-    task = patient(task, files=task.world.files | files, faults=())
-    grading = task.grading.model_copy(update={"allow_other_changes": True})
-    tools = tuple(dict.fromkeys((*task.tools, "file_read", "file_write")))
-    task = task.model_copy(update={"grading": grading, "tools": tools})
+    task = with_long_files(load_release(release).select(pool="short")[0], long_text)
     policy.write = marathon = Marathon(task)
     asked, answer = [], policy.answer
     policy.answer = lambda body: asked.append(body["sampling_params"]) or answer(body)
     with RolloutSession(
         tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=openclaw, config=CONFIG
     ) as session:
-        [result] = session.stream([job(task, "m")], 1)
+        [result] = session.stream([job(task, "m", TEMPERATURE)], 1)
     record = result.record
     assert (record.outcome, record.quarantine, record.error) == (Outcome.completed, None, "")
     assert marathon.finished and record.success and (record.version_min, record.version_max) == (3, 3)
-    assert {p["temperature"] for p in asked} == {0.7} and max(p["max_new_tokens"] for p in asked) == 2048
-    by_run: dict[str, list[Any]] = {}
-    for segment in result.segments:
-        by_run.setdefault(segment.run, []).append(segment)
+    assert {p["temperature"] for p in asked} == {TEMPERATURE} and max(p["max_new_tokens"] for p in asked) == 2048
+    runs = by_run(result.segments)
     summaries = [f"auxsummary-{n}" for n in range(marathon.summaries)]
-    assert sorted(by_run) == ["auxanswer-0", *summaries, "root"] and len(summaries) >= 2
-    closed_by = [s.closed_by for s in by_run["root"]]
+    assert sorted(runs) == ["auxanswer-0", *summaries, "root"] and len(summaries) >= 2
+    closed_by = [s.closed_by for s in runs["root"]]
     assert closed_by.count("summary_replacement") == len(summaries) and closed_by[-1] == "end"
     assert set(closed_by) == {"summary_replacement", "history_pruning", "end"}
 
     def sampled_by(kind: str) -> list[int]:
         return [i for prompt, ids in policy.sampled if kind == _kind(prompt) for i in ids]
 
-    assert _targets(by_run["root"]) == sampled_by("root")
-    assert _targets([s for name in summaries for s in by_run[name]]) == sampled_by("summary")
-    assert _targets(by_run["auxanswer-0"]) == []
+    assert targets(runs["root"]) == sampled_by("root")
+    assert targets([s for name in summaries for s in runs[name]]) == sampled_by("summary")
+    assert targets(runs["auxanswer-0"]) == []
     assert sum(int(s.mask.sum()) for s in result.segments) + len(sampled_by("answer")) == record.output_tokens
     assert all((s.logprobs[s.mask] == -0.5).all() for s in result.segments)
 
@@ -134,10 +109,6 @@ def _kind(prompt: str) -> str:
     if "You are a context summarization assistant" in prompt:
         return "summary"
     return "root" if '"name": "world__file_read", "description"' in prompt else "answer"
-
-
-def _targets(segments: list[Any]) -> list[int]:
-    return [int(i) for i in np.concatenate([s.tokens[s.mask] for s in segments])]
 
 
 def test_faults_of_the_endpoint_are_infrastructure_and_a_silent_policy_is_not(
@@ -152,13 +123,16 @@ def test_faults_of_the_endpoint_are_infrastructure_and_a_silent_policy_is_not(
         name = "500" if "REQUEST-500" in prompt else "HANG"
         if name not in acted:
             acted.add(name)
-            return call(task.grading.reference[0].name, **task.grading.reference[0].arguments)
+            return call(f"world__{task.grading.reference[0].name}", **task.grading.reference[0].arguments)
         if name == "HANG":
             policy.ended.wait()
         return None
 
     policy.write = write
-    jobs = [job(task.model_copy(update={"request": f"REQUEST-{name}"}), name) for name in ("500", "HANG", "EMPTY")]
+    jobs = [
+        job(task.model_copy(update={"request": f"REQUEST-{name}"}), name, TEMPERATURE)
+        for name in ("500", "HANG", "EMPTY")
+    ]
     with RolloutSession(
         tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=openclaw, config=CONFIG
     ) as session:
@@ -176,13 +150,10 @@ def test_faults_of_the_endpoint_are_infrastructure_and_a_silent_policy_is_not(
 def test_a_program_that_never_gets_in_is_infrastructure(
     place: str, said: str, openclaw: AdapterHarness, release: Path, chatml: Path, policy: Any, tmp_path: Path
 ) -> None:
-    adapter, here = load_adapter("openclaw")
-    launch = json.loads(json.dumps(adapter.launch.model_dump(mode="json")).replace(place, "wrong"))
-    locked_out = AdapterHarness(adapter.model_validate({**adapter.model_dump(mode="json"), "launch": launch}), here)
     task = patient(load_release(release).select(pool="short")[0])
     with RolloutSession(
-        tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=locked_out, config=CONFIG
+        tmp_path / "s", checkpoint=chatml, engine_url=policy.url, harness=locked_out("openclaw", place), config=CONFIG
     ) as session:
-        [result] = session.stream([job(task, "out")], 1)
+        [result] = session.stream([job(task, "out", TEMPERATURE)], 1)
     assert result.record.outcome is Outcome.infra_failed and result.record.quarantine is QuarantineReason.infra_failed
     assert said in result.record.error and policy.sampled == []
