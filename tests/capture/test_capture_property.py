@@ -17,13 +17,15 @@ from transformers import PreTrainedTokenizerFast
 
 from occamy.capture.call import Call, Wanted
 from occamy.capture.families.nano import NANO
+from occamy.capture.ledger import LedgerTurn, ledger
 from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
+from occamy.capture.replay import check_capture
 from occamy.capture.segments import build_segments
 from occamy.capture.store import Store
 from occamy.capture.turn import Exchange, Prefix, Turn
 from occamy.contracts.capture import Auxiliary, CaptureRules, EpisodeSetup, Marked
-from occamy.contracts.episode import Origin, Segment
+from occamy.contracts.episode import EpisodeRecord, Origin, Segment
 from occamy.nano.tokenizer import build_tokenizer
 
 RULES = CaptureRules(
@@ -243,6 +245,7 @@ def test_every_used_token_is_a_target_exactly_once(wide: Renderer, store: Store,
     rest = [s for s in segments if s.run != "root"]
     assert [i for s in rest for i in s.tokens[s.mask].tolist()] == played.notes
     check_alike(segments)
+    check_ledger(segments, ledger(played.recorder.turns))
     check_spans(segments, played.attempts)
     used = {(tuple(p), tuple(ids)) for p, ids in played.prompts}
     for ids, _, mark in played.line:
@@ -278,6 +281,17 @@ def check_alike(segments: list[Segment]) -> None:
         own = [s for s in segments if s.run == run]
         assert [s.index for s in own] == list(range(len(own)))
         assert own[-1].closed_by == "end" and all(s.closed_by != "end" for s in own[:-1])
+
+
+def check_ledger(segments: list[Segment], turns: list[LedgerTurn]) -> None:
+    """What is kept of the turns explains the segments, token by token."""
+    versions = [v for s in segments for v in s.versions.tolist() if v >= 0]
+    record = EpisodeRecord.model_construct(
+        episode_id="e", sampled_by="policy", steps=0, segments=len(segments),
+        input_tokens=sum(t.prompt_tokens for t in turns), output_tokens=sum(len(t.output) for t in turns),
+        version_min=min(versions), version_max=max(versions),
+    )  # fmt: skip
+    assert check_capture(record, segments, turns) == []
 
 
 def check_spans(segments: list[Segment], attempts: dict[float, list[int]]) -> None:

@@ -23,7 +23,8 @@ I, S, C, O = Origin.INHERITED, Origin.SAMPLED, Origin.SUBAGENT, Origin.OBSERVED 
 def turn(ordinal: int, prompt: int, delta: list[int], output: list[int], **more: Any) -> LedgerTurn:
     values: dict[str, Any] = {
         "run": "root", "segment": 0, "attempt": 0, "prefix": "continue", "opened_by": "", "parent_ordinal": -1,
-        "parent_attempt": -1, "cached_tokens": 0, "finish": "stop", "trains": True, "temperature": 1.0, "top_p": 1.0, "calls": "[]",
+        "parent_attempt": -1, "cached_tokens": 0, "finish": "stop", "trains": True, "temperature": 1.0, "top_p": 1.0,
+        "calls": "[]",
         "logprobs": [-0.5 * (ordinal + 1)] * len(output), "versions": [3] * len(output),
     } | more  # fmt: skip
     arrays = {name: np.asarray(values.pop(name), dtype) for name, dtype in (("logprobs", "f4"), ("versions", "i4"))}
@@ -248,5 +249,5 @@ def test_turns_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
     write_ledgers(tmp_path / "turns.parquet", [])
     assert read_ledgers(tmp_path / "turns.parquet") == {}
     pq.write_table(pq.read_table(tmp_path / "turns.parquet").drop_columns("temperature"), tmp_path / "turns.parquet")
-    with pytest.raises(SealError, match="turns.parquet: has no temperature; it is of an earlier version"):
+    with pytest.raises(SealError, match=r"turns\.parquet: has no temperature; it is of an earlier version"):
         read_ledgers(tmp_path / "turns.parquet")
