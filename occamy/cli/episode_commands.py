@@ -141,7 +141,7 @@ def tokens_command(args: argparse.Namespace) -> int:
     found += replay_versions(segments, weights=_weights(args.weights), url=args.url, tolerance=args.tolerance)
     compared = sum(int(s.mask.sum()) for s in segments)
     left = sum(int(s.mask.sum()) for e in episodes for s in e.segments if s.sampled_by == "policy") - compared
-    hot = f" ({left} not: sampled at another temperature than 1)" if left else ""
+    hot = f" ({left} not: their temperature is not 1, or was not kept)" if left else ""
     return _report(found, f"{len(ids)} episodes, {compared} log-probs compared{hot}")
 
 

@@ -99,11 +99,12 @@ def _unlogged(
     """Calls that the log lacks, as the last one may be if it only read, and calls that nobody made.
 
     A harness of ours hands on every call of a tool of the task whose arguments are an object, as it was sampled. An
-    agent program may answer some itself and alter others, so there the calls that were served are counted.
+    agent program may answer some itself and alter others, so there the calls that were served are counted, if the run
+    came to an end that tells.
     """
     if not evidence.logged_files:
         served, logged = record.tool_calls, len(evidence.events)
-        if served != logged and record.outcome is not Outcome.infra_failed:
+        if served != logged and evidence.state and record.outcome is not Outcome.infra_failed:
             place = record.episode_id, min(served, logged), "of the tool server"
             yield StateFinding(Drift.missing_call, *place, f"{served} calls", f"{logged} calls")
         return

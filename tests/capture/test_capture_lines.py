@@ -111,8 +111,8 @@ def test_the_line_that_the_harness_followed_is_the_root_run_though_its_tools_cha
     dropped = captured.segments[2]
     assert not dropped.mask.any()
     assert dropped.tokens[dropped.origin == Origin.SUBAGENT].tolist() == talk.ids(B02)
-    parents = {t.run: (t.parent_ordinal, t.parent_attempt) for t in ledger(talk.recorder.turns)}
-    assert parents == {"root": (-1, -1), "branch-0": (0, 0)}
+    kept = [(t.run, t.segment, t.parent_ordinal, t.parent_attempt) for t in ledger(talk.recorder.turns)]
+    assert kept == [("root", 0, -1, -1), ("branch-0", 0, 0, 0), ("root", 1, -1, -1), ("root", 1, -1, -1)]
     assert captured.quarantine is None
 
 
@@ -161,12 +161,9 @@ def test_equal_answers_and_those_asked_for_one_after_the_other_are_no_question(t
     for call in calls:
         talk.finish(call, GET)
     rewritten(talk)
-    talk.finish(
-        talk.begin([*talk.history[:1], {"role": "user", "content": "iron"}], rewrite="summary_replacement"), GET
-    )
-    talk.finish(
-        talk.begin([*talk.history[:1], {"role": "user", "content": "iron"}], rewrite="summary_replacement"), B02
-    )
+    talk.history = [ASK, {"role": "user", "content": "iron"}]
+    for text in (GET, B02):
+        talk.finish(talk.begin(rewrite="summary_replacement"), text)
     captured = talk.captured()
     assert captured.quarantine is None and talk.targets(captured)[-1] == talk.ids(B02)
 
