@@ -186,12 +186,16 @@ def _lengths(chain: Chain) -> set[int]:
 
 
 def _used(segment: Segment, attempts: list[LedgerTurn]) -> LedgerTurn:
-    """The attempt that the segment holds; the last one when it holds none."""
+    """The attempt that the segment holds, of several with the same tokens the one whose log-probs and versions it has;
+    the last one when it holds none."""
+    held, same = [], []
     for attempt in attempts:
-        there = segment.tokens[attempt.prompt_tokens : attempt.prompt_tokens + len(attempt.output)]
-        if np.array_equal(there, attempt.output):
-            return attempt
-    return attempts[-1]
+        own = slice(attempt.prompt_tokens, attempt.prompt_tokens + len(attempt.output))
+        if np.array_equal(segment.tokens[own], attempt.output):
+            held.append(attempt)
+            scored = np.array_equal(segment.logprobs[own], attempt.logprobs)
+            same += [attempt] if scored and np.array_equal(segment.versions[own], attempt.versions) else []
+    return (same or held or attempts)[-1]
 
 
 def _differing(

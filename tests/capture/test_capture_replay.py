@@ -173,6 +173,16 @@ def test_whichever_attempt_was_used_explains_the_segment() -> None:
     assert check_capture(totals, [mixed, SEGMENTS[1]], [TURNS[0], other, *TURNS[1:]])
 
 
+def test_attempts_that_sampled_the_same_tokens_are_told_apart_by_log_probs_and_versions() -> None:
+    totals = record(input_tokens=14, output_tokens=7)
+    for more in ({"logprobs": np.full(2, -9, np.float32)}, {"versions": np.full(2, 4, np.int32)}):
+        other = dataclasses.replace(TURNS[0], attempt=1, **more)
+        assert check_capture(totals, SEGMENTS, [TURNS[0], other, *TURNS[1:]]) == []
+        other = dataclasses.replace(TURNS[0], **more)
+        again = dataclasses.replace(TURNS[0], attempt=1)
+        assert check_capture(totals, SEGMENTS, [other, again, *TURNS[1:]]) == []
+
+
 def test_a_fork_holds_the_answer_that_it_goes_on_from_once() -> None:
     dropped = turn(0, 2, [11, 12], [21], opened_by="start")
     fork = turn(1, 4, [11, 12, 21, 14], [22], opened_by="branch", run="branch-0", trains=False, parent_ordinal=0,

@@ -43,7 +43,9 @@ PARTS = [
 ]
 
 
-def played(name: str, *, copies: int = 1, quarantine: QuarantineReason | None = None) -> Recorded:
+def played(
+    name: str, *, copies: int = 1, quarantine: QuarantineReason | None = None, temperature: float = 1.0
+) -> Recorded:
     """An episode of one root segment and one subagent's, its middle turn said `copies` times."""
     tokenizer = build_tokenizer()
     parts = [PARTS[0], *PARTS[1:3] * copies, PARTS[3]]
@@ -58,7 +60,8 @@ def played(name: str, *, copies: int = 1, quarantine: QuarantineReason | None = 
     for run in ("root", "sub-0"):
         at = 0
         for k in range(0, len(ids), 2):
-            turns.append(_turn(run, len(turns), ids[k], ids[k + 1], at, first=k == 0))
+            calls = '[["crm_get","{\\"id\\":\\"A01\\"}",true]]' if run == "root" and k + 2 < len(ids) else "[]"
+            turns.append(_turn(run, len(turns), ids[k], ids[k + 1], at, calls, temperature))
             at += len(ids[k]) + len(ids[k + 1])
     world = World(CONTRACT.world, MemoryWorkspace())
     for _ in range(copies):
@@ -75,11 +78,13 @@ def played(name: str, *, copies: int = 1, quarantine: QuarantineReason | None = 
     return Recorded(record, [root, child], turns, evidence, CONTRACT)
 
 
-def _turn(run: str, ordinal: int, delta: np.ndarray, output: np.ndarray, at: int, *, first: bool) -> LedgerTurn:
-    n = len(output)
+def _turn(
+    run: str, ordinal: int, delta: np.ndarray, output: np.ndarray, at: int, calls: str, temperature: float
+) -> LedgerTurn:
+    n, first = len(output), at == 0
     return LedgerTurn(
         run, 0, ordinal, 0, "start" if first else "continue", "start" if first else "", -1, -1, at + len(delta), 0,
-        "stop", run == "root", delta, output, np.full(n, -0.25, "f4"), np.full(n, 3, "i4"),
+        temperature, 1.0, "stop", calls, run == "root", delta, output, np.full(n, -0.25, "f4"), np.full(n, 3, "i4"),
     )  # fmt: skip
 
 
@@ -190,3 +195,12 @@ def test_token_replay_needs_the_weights(folder: Path, capsys: pytest.CaptureFixt
     lines = said(capsys, "replay", "tokens", str(folder), "a.0", "--weights", f"3={base}", code=1).splitlines()
     assert "run root, segment 0, turn 0" in lines[0]  # its log-probs were made up
     assert lines[-1] == "1 episodes, 7 log-probs compared: 1 findings"
+
+
+def test_token_replay_says_what_it_could_not_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warm = played("w.0", temperature=0.7)
+    write_archive(tmp_path / "warm", [warm])
+    write_sealed(tmp_path / "warm", [warm.record], warm.segments, kind="episodes", parents={}, facts={})
+    assert said(capsys, "replay", "tokens", str(tmp_path / "warm")) == (
+        "1 episodes, 0 log-probs compared (7 not: their temperature is not 1, or was not kept): 0 findings\n"
+    )
