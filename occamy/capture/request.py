@@ -266,7 +266,7 @@ def _stop(stop: Any) -> tuple[str, ...]:
         return ()
     items = [stop] if isinstance(stop, str) else stop
     if not isinstance(items, list) or not all(isinstance(s, str) and s for s in items) or len(items) > _MOST_STOPS:
-        raise _bad("stop", f"send a text that is not empty, or a list of up to {_MOST_STOPS}")
+        raise _bad("stop", f"{str(stop)[:80]!r}; send a text that is not empty, or a list of up to {_MOST_STOPS}")
     if any("\ufffd" in s for s in items):
         raise _bad("stop", "U+FFFD stands for bytes that are no text, so no answer can be searched for it")
     return tuple(items)

@@ -38,9 +38,10 @@ class PrefixCache:
         self._clock = 0
 
     def match(self, tokens: array[int]) -> tuple[int, int]:
-        """Longest known prefix of `tokens`: (row, length), or (-1, 0) when it is shorter than a block.
+        """Longest known prefix of `tokens`, counted in blocks: (row, length), or (-1, 0) when it is shorter than one.
 
-        Costs one hash and one look-up per block, and compares whole tokens only against the few rows found.
+        Costs one hash and one look-up per block. What is shared past the last block is found in the four rows that
+        held that block last, so that of many the longest may be missed, by less than a block.
         """
         raw = tokens.tobytes()
         chain, rows = 0, None
