@@ -1,26 +1,27 @@
 """A real API server takes every resource of every overlay, by server-side apply, which knows all fields or refuses.
 
-Custom resource definitions are created instead: servers before 1.25 take rules of theirs so, and so alone.
+Custom resource definitions are created instead: servers before 1.25 take rules of theirs so, and so alone. Those of
+Kubeflow Trainer and the Prometheus operator are made from their schemas, see tests/manifests/foreign.py.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes import dynamic
+from kubernetes import client, dynamic
 from kubernetes.client.exceptions import ApiException
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
+from tests.manifests import foreign
 from tests.manifests.rendering import COMPONENTS, OVERLAYS, Resource, key, of_kind, overlay, with_components
 
 from .cluster import Cluster, eventually
+from .sandbox_world import call
 
-FOREIGN = {"ClusterTrainingRuntime", "ServiceMonitor"}
-"""Kinds whose custom resource definitions come with Kubeflow Trainer and the Prometheus operator."""
 EARLIER = {"policy/v1": "policy/v1beta1", "batch/v1": "batch/v1beta1"}
 """Where servers before 1.21 have PodDisruptionBudget and CronJob, with the same fields."""
 
@@ -39,17 +40,18 @@ class Server:
             if problem.status != 409:
                 raise
 
-    def knows(self, resource: Resource) -> bool:
-        """Whether the server serves this kind."""
+    def knows(self, kind: Resource) -> bool:
+        """Whether the server serves the kind of this custom resource definition."""
+        spec = kind["spec"]
+        where = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
         try:
-            self._kind(resource)
-        except ResourceNotFoundError:
+            return bool(call(self.api.client, "GET", where))
+        except ApiException:
             return False
-        return True
 
     def refusals(self, resources: list[Resource]) -> dict[str, str]:
-        """What the server has against which of the resources whose kind it serves."""
-        asked = [r for r in resources if self.knows(r) and r["kind"] != "CustomResourceDefinition"]
+        """What the server has against which of the resources; custom resource definitions it has already."""
+        asked = [r for r in resources if r["kind"] != "CustomResourceDefinition"]
         return {key(r): problem for r in asked if (problem := self.refusal(r))}
 
     def refusal(self, resource: Resource) -> str | None:
@@ -72,21 +74,19 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(cluster: Cluster) -> Iterator[Server]:
-    """The API server, with our namespaces and custom resource definitions."""
+    """The API server, with our namespaces and all custom resource definitions."""
     found = Server(cluster)
-    needed = of_kind(overlay("production"), "Namespace", "CustomResourceDefinition")
-    for resource in needed:
+    kinds = [*of_kind(overlay("production"), "CustomResourceDefinition"), *foreign.definitions()]
+    for resource in [*of_kind(overlay("production"), "Namespace"), *kinds]:
         found.keep(resource)
-    pool = of_kind(overlay("kind"), "SandboxPool")[0]
-    eventually(lambda: found.api.resources.invalidate_cache() or found.knows(pool), 20)
+    eventually(lambda: all(map(found.knows, kinds)), 30)
+    found.api.resources.invalidate_cache()
     yield found
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_the_server_takes_every_resource_of_an_overlay(server: Server, name: str) -> None:
-    resources = overlay(name)
-    assert {r["kind"] for r in resources if not server.knows(r)} <= FOREIGN
-    assert server.refusals(resources) == {}
+    assert server.refusals(overlay(name)) == {}
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -104,9 +104,67 @@ def test_the_server_refuses_a_field_it_does_not_know_and_a_value_that_cannot_be(
     assert server.refusal(deployment) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "says"),
+    [
+        ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(bogus=1), "bogus"),
+        ("ClusterTrainingRuntime", lambda spec: spec["mlPolicy"]["torch"].update(numProcPerNode=8), "numProcPerNode"),
+        ("ClusterTrainingRuntime", lambda spec: spec["mlPolicy"].update(numNodes="two"), "numNodes"),
+        ("SandboxPool", lambda spec: spec["template"].update(privileged=True), "privileged"),
+        ("SandboxPool", lambda spec: spec.update(warm=-1), "warm"),
+    ],
+)
+def test_the_server_refuses_what_a_custom_resource_may_not_be(
+    server: Server, kind: str, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    resource = copy.deepcopy(of_kind(overlay("production"), kind)[0])
+    change(resource["spec"])
+    assert says in str(server.refusal(resource))
+
+
 def test_a_dry_run_keeps_nothing(server: Server) -> None:
     deployment = of_kind(overlay("kind"), "Deployment")[0]
     assert server.refusal(deployment) is None
     kind = server.api.resources.get(api_version="apps/v1", kind="Deployment")
     kept = kind.get(namespace=deployment["metadata"]["namespace"]).items
     assert deployment["metadata"]["name"] not in [d.metadata.name for d in kept]
+
+
+ROLLOUT = "system:serviceaccount:occamy:occamy-rollout"
+MAY = {
+    ("create", "occamy.dev", "sandboxleases", ""): True,
+    ("delete", "occamy.dev", "sandboxleases", ""): True,
+    ("get", "", "secrets", ""): True,
+    ("get", "", "pods", "exec"): True,
+    ("create", "", "pods", "exec"): True,
+    ("list", "", "secrets", ""): False,
+    ("get", "", "pods", ""): False,
+    ("list", "", "pods", ""): False,
+    ("create", "", "pods", ""): False,
+    ("delete", "", "pods", ""): False,
+    ("create", "", "pods", "attach"): False,
+    ("create", "", "pods", "portforward"): False,
+    ("patch", "occamy.dev", "sandboxleases", "status"): False,
+    ("patch", "occamy.dev", "sandboxpools", ""): False,
+    ("delete", "networking.k8s.io", "networkpolicies", ""): False,
+}
+"""Verb, API group, resource and subresource, and whether rollouts may, where sandboxes are."""
+
+
+def test_rollouts_may_lease_and_exec_among_sandboxes_and_nothing_anywhere_else(
+    server: Server, cluster: Cluster
+) -> None:
+    resources = overlay("kind")
+    for resource in of_kind(resources, "ClusterRole", "RoleBinding"):
+        server.keep(resource)
+    api = client.AuthorizationV1Api(cluster.client())
+
+    def may(namespace: str, verb: str, group: str, resource: str, sub: str) -> bool:
+        asked = {"namespace": namespace, "verb": verb, "group": group, "resource": resource, "subresource": sub}
+        review = {"spec": {"user": ROLLOUT, "resourceAttributes": asked}}
+        return bool(api.create_subject_access_review(review).status.allowed)
+
+    eventually(lambda: may("occamy-sandboxes", "create", "occamy.dev", "sandboxleases", ""), 20)
+    assert {asked: may("occamy-sandboxes", *asked) for asked in MAY} == MAY
+    for namespace in ("occamy", "occamy-system", "default"):
+        assert {asked for asked in MAY if may(namespace, *asked)} == set(), namespace
