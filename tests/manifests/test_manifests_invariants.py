@@ -13,8 +13,9 @@ import occamy
 from operators.sandbox.hardening import violations
 from operators.sandbox.models import PoolSpec
 from operators.sandbox.resources import pod as sandbox_pod
-from operators.sandbox.views import Pool
+from operators.sandbox.views import LEASE_UID_LABEL, Pool
 
+from .reachability import selects
 from .rendering import OVERLAYS, ROOT, Resource, containers, key, of_kind, overlay, pods, with_components
 
 OURS = {f"occamy-{path.parent.name}" for path in (ROOT / "images").glob("*/Dockerfile")} | {"occamy-trainer-gpu"}
@@ -217,3 +218,34 @@ def test_graders_reach_nothing_and_share_neither_image_nor_user_with_agents(name
     assert agents.template.image.rpartition("/")[2].startswith("occamy-sandbox:")
     assert graders.template.image.rpartition("/")[2].startswith("occamy-grader:")
     assert (agents.template.user, graders.template.user) == (10001, 10002)
+
+
+def drains(budget: Resource, labels: dict[str, str], replicas: int) -> bool:
+    """Whether a budget covers pods with these labels, and lets a node with one of them be drained all the same."""
+    spec = budget["spec"]
+    return selects(spec["selector"], labels) and (
+        spec.get("maxUnavailable", 0) >= 1 or spec.get("minAvailable", replicas) < replicas
+    )
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_what_serves_from_several_pods_keeps_serving_while_nodes_are_drained(name: str) -> None:
+    resources = overlay(name)
+    budgets = of_kind(resources, "PodDisruptionBudget")
+    for deployment in of_kind(resources, "Deployment"):
+        labels, replicas = deployment["spec"]["template"]["metadata"]["labels"], deployment["spec"]["replicas"]
+        if deployment["spec"].get("strategy", {}).get("type") == "Recreate":
+            continue  # one operator, never two: draining its node replaces it
+        assert [b for b in budgets if drains(b, labels, replicas)], key(deployment)
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_drain_waits_for_leased_sandboxes_and_for_no_idle_ones(name: str) -> None:
+    resources = overlay(name)
+    budgets = [b["spec"] for b in of_kind(resources, "PodDisruptionBudget") if b["metadata"]["name"] == "leased"]
+    assert len(budgets) == 1
+    assert budgets[0]["minAvailable"] > max(p["spec"]["max"] for p in of_kind(resources, "SandboxPool"))
+    for resource in of_kind(resources, "SandboxPool"):
+        idle = sandbox_pod(pool_of(resource), 0, "nonce", None, 0.0)["metadata"]["labels"]
+        assert not selects(budgets[0]["selector"], idle)
+        assert selects(budgets[0]["selector"], {**idle, LEASE_UID_LABEL: "u"})
