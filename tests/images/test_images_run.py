@@ -12,6 +12,7 @@ import occamy
 from occamy.harness.loading import load_adapter
 
 from .conftest import HARDENED, Built
+from .dockerfiles import ROOT
 
 pytestmark = pytest.mark.images
 BUILT_HERE = ("base", "grader", "operator", "rollout", "sandbox", "trainer")
@@ -35,6 +36,22 @@ def test_an_image_keeps_nothing_of_the_machine_that_built_it(built: Built, image
     assert [line for line in found.split() if not line.endswith(":")] == [built.config(image)["User"].split(":")[0]]
 
 
+@pytest.mark.parametrize("image", ["base", "grader", "operator", "trainer"])
+def test_an_image_has_the_versions_of_constraints_txt_and_no_others(built: Built, image: str) -> None:
+    pins = re.findall(r"^([^=#\s]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    words = "import importlib.metadata as m; print(*{f'{d.name}=={d.version}' for d in m.distributions()}, sep='\\n')"
+    found = built.run(image, "-c", words, entry="python").split()
+    own = {f"occamy-pipelines=={occamy.__version__}"}
+    ours = [each for each in map(_canonical, found) if not re.match("(pip|setuptools)==", each)]  # the base image's own
+    assert len(ours) > 10
+    assert set(ours) - {_canonical(f"{n}=={v}") for n, v in pins} - own == set()
+
+
+def _canonical(pin: str) -> str:
+    name, _, version = pin.partition("==")
+    return f"{re.sub('[-_.]+', '-', name).lower()}=={version}"
+
+
 def test_the_base_image_has_the_library_and_kfp_and_no_tensors(built: Built) -> None:
     assert built.run("base", "occamy", "--version").split()[-1] == occamy.__version__
     words = (
@@ -46,6 +63,11 @@ def test_the_base_image_has_the_library_and_kfp_and_no_tensors(built: Built) -> 
 def test_the_trainer_image_computes(built: Built) -> None:
     words = "import torch, megatron.core, kfp, mlflow, occamy.training.worker; print(float(torch.ones(3).sum()))"
     assert built.run("trainer", "python", "-c", words).strip().splitlines()[-1] == "3.0"
+
+
+def test_the_rollout_image_leases_sandboxes_in_a_cluster(built: Built) -> None:
+    words = "import kubernetes.config; from occamy.sandboxes.kubernetes.backend import KubernetesBackend as B; print(B)"
+    assert "KubernetesBackend" in built.run("rollout", "python", "-c", words)
 
 
 def test_the_rollout_image_has_every_agent_program_in_its_version(built: Built) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +11,7 @@ import occamy
 from operators.sandbox.hardening import violations
 from operators.sandbox.models import PoolSpec
 from operators.sandbox.resources import pod as sandbox_pod
+from operators.sandbox.sizing import demands, quantity
 from operators.sandbox.views import LEASE_UID_LABEL, Pool
 
 from .reachability import selects
@@ -21,14 +20,6 @@ from .rendering import OVERLAYS, ROOT, Resource, containers, key, of_kind, overl
 OURS = {f"occamy-{path.parent.name}" for path in (ROOT / "images").glob("*/Dockerfile")} | {"occamy-trainer-gpu"}
 TOKENS = {"Deployment occamy-system/occamy-sandbox-operator", "Deployment occamy/occamy-engine-router"}
 """Who talks to the API server. Nobody else has a token."""
-UNITS = {"": 1, "m": Fraction(1, 1000), "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-
-
-def quantity(text: Any) -> Fraction:
-    """A Kubernetes quantity as a number."""
-    found = re.fullmatch(r"([0-9.]+)(m|Mi|Gi|Ti)?", str(text))
-    assert found, text
-    return Fraction(found[1]) * UNITS[found[2] or ""]
 
 
 def weaknesses(pod: Resource) -> list[str]:
@@ -159,19 +150,17 @@ def test_the_sandboxes_of_every_pool_are_hardened_and_fit_the_quota(name: str) -
     quota = of_kind(resources, "ResourceQuota")[0]["spec"]["hard"]
     pools = of_kind(resources, "SandboxPool")
     assert pools
-    needed = dict.fromkeys(("pods", "cpu", "memory", "ephemeral-storage", "secrets"), Fraction(0))
     for resource in pools:
-        made = sandbox_pod(pool_of(resource), 0, "nonce", None, 0.0)
-        assert violations(made["spec"]) == []
-        count = resource["spec"]["max"]
-        needed["pods"] += count
-        needed["secrets"] += count
-        for what in ("cpu", "memory", "ephemeral-storage"):
-            needed[what] += count * quantity(made["spec"]["containers"][0]["resources"]["limits"][what])
-    names = {"pods": "pods", "secrets": "secrets"}
-    assert {w: quantity(quota[names.get(w, f"limits.{w}")]) >= n for w, n in needed.items()} == dict.fromkeys(
-        needed, True
-    )
+        assert violations(sandbox_pod(pool_of(resource), 0, "nonce", None, 0.0)["spec"]) == []
+    full = [d for d in demands(resources) if d.name.endswith(", at most")]
+    needed = {
+        "pods": sum(d.pods for d in full),
+        "secrets": sum(d.pods for d in full),
+        "limits.cpu": sum(d.cpu_limits for d in full),
+        "limits.memory": sum(d.memory for d in full),
+        "limits.ephemeral-storage": sum(d.disk for d in full),
+    }
+    assert {what: n for what, n in needed.items() if quantity(quota[what]) < n} == {}
     assert quota["persistentvolumeclaims"] == quota["services"] == "0"
 
 
