@@ -50,10 +50,10 @@ class Demand:
         """One line of the table."""
         gib = [f"{float(n / 2**30):,.1f}" for n in (self.memory, self.disk)]
         cells = [f"{float(self.cpu_requests):,.1f}", f"{float(self.cpu_limits):,.1f}", *gib, str(self.gpus)]
-        return f"{self.name:<44}{self.pods:>6}" + "".join(f"{cell:>12}" for cell in cells)
+        return f"{self.name:<48}{self.pods:>6}" + "".join(f"{cell:>12}" for cell in cells)
 
 
-HEAD = f"{'':<44}{'pods':>6}" + "".join(f"{h:>12}" for h in ("CPU asked", "CPU most", "memory GiB", "disk GiB", "GPUs"))
+HEAD = f"{'':<48}{'pods':>6}" + "".join(f"{h:>12}" for h in ("CPU asked", "CPU most", "memory GiB", "disk GiB", "GPUs"))
 
 
 def quantity(text: object) -> Fraction:

@@ -12,8 +12,9 @@ from operators.sandbox.hardening import violations
 from operators.sandbox.models import PoolSpec
 from operators.sandbox.resources import pod as sandbox_pod
 from operators.sandbox.sizing import demands, quantity
-from operators.sandbox.views import LEASE_UID_LABEL, Pool
+from operators.sandbox.views import LEASE_UID_LABEL
 
+from .ends import pool_of
 from .reachability import selects
 from .rendering import OVERLAYS, ROOT, Resource, containers, key, of_kind, overlay, pods, with_components
 
@@ -137,11 +138,6 @@ def test_an_image_of_somebody_else_or_without_a_pin_is_found() -> None:
         f"occamy-engine:latest is not pinned to {version}",
         f"busybox:{version} is not one of ours",
     ]
-
-
-def pool_of(resource: Resource) -> Pool:
-    """A pool as the operator sees it."""
-    return Pool.parse({**resource, "metadata": {**resource["metadata"], "uid": "0", "resourceVersion": "1"}})
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
