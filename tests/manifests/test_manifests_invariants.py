@@ -193,6 +193,7 @@ def test_every_namespace_enforces_the_restricted_standard(name: str) -> None:
     found = {n["metadata"]["name"]: n["metadata"]["labels"] for n in of_kind(overlay(name), "Namespace")}
     levels = {n: labels["pod-security.kubernetes.io/enforce"] for n, labels in found.items()}
     assert levels == dict.fromkeys(("occamy", "occamy-sandboxes", "occamy-system"), "restricted")
+    assert [n for n, labels in found.items() if "occamy.dev/rollouts" in labels] == ["occamy"]
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

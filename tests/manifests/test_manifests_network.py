@@ -80,6 +80,8 @@ sandbox         engine              30000  no
 rollout         engine              30000  yes
 router          engine              30000  yes
 stranger        engine              30000  no
+impostor        engine              30000  no
+impostor        router              30000  no
 router          api server            443  yes
 router          internet              443  yes
 router          internet               80  no
