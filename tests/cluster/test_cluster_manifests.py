@@ -7,21 +7,41 @@ Kubeflow Trainer and the Prometheus operator are made from their schemas, see te
 from __future__ import annotations
 
 import copy
+import shlex
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kubernetes import client, dynamic
 from kubernetes.client.exceptions import ApiException
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
 from tests.manifests import foreign
-from tests.manifests.rendering import COMPONENTS, OVERLAYS, Resource, key, of_kind, overlay, with_components
+from tests.manifests.rendering import (
+    COMPONENTS,
+    OVERLAYS,
+    ROOT,
+    Resource,
+    key,
+    kubectl,
+    of_kind,
+    overlay,
+    with_components,
+)
 
 from .cluster import Cluster, eventually
-from .sandbox_world import call
+from .sandbox_world import ACCOUNT, World, call, install, nodes
 
+DOCS = ROOT / "docs"
+LEASE = """
+apiVersion: occamy.dev/v1alpha1
+kind: SandboxLease
+metadata: {name: try}
+spec: {pool: cowork, owner: {run: try}, ttlSeconds: 120}
+"""
 EARLIER = {"policy/v1": "policy/v1beta1", "batch/v1": "batch/v1beta1"}
 """Where servers before 1.21 have PodDisruptionBudget and CronJob, with the same fields."""
 
@@ -168,3 +188,64 @@ def test_rollouts_may_lease_and_exec_among_sandboxes_and_nothing_anywhere_else(
     assert {asked: may("occamy-sandboxes", *asked) for asked in MAY} == MAY
     for namespace in ("occamy", "occamy-system", "default"):
         assert {asked for asked in MAY if may(namespace, *asked)} == set(), namespace
+
+
+COMMANDS = [
+    ("kubectl -n occamy-sandboxes get sandboxpools,sandboxleases", "sandboxlease.occamy.dev/try"),
+    (
+        "kubectl -n occamy-sandboxes get sandboxlease NAME -o jsonpath='{.status.reason}: {.status.message}{\"\\n\"}'",
+        ":",
+    ),
+    ("kubectl -n occamy-sandboxes get sandboxlease NAME -o jsonpath={.status.launch}", ""),
+    ("kubectl -n occamy-sandboxes get events --sort-by=.lastTimestamp", ""),
+    ("kubectl -n occamy-sandboxes describe resourcequota sandboxes", "count/sandboxleases.occamy.dev"),
+    ("kubectl auth can-i --list --as=system:serviceaccount:NAMESPACE:ACCOUNT -n occamy-sandboxes", "selfsubject"),
+    ("kubectl get sandboxpools -A", "cowork"),
+    ("kubectl get apiservices", "Local"),
+    ("kubectl get namespace NAME -o jsonpath='{.status.conditions}'", ""),
+    ("kubectl get crd sandboxleases.occamy.dev -o jsonpath='{.spec.versions[*].name}'", "v1alpha1"),
+    ("kubectl scale sandboxpool cowork --replicas=N", "scaled"),
+    ("kubectl -n occamy-sandboxes describe sandboxpool cowork", "Warm: 3"),
+]
+"""Commands of docs/troubleshooting.md and docs/operating.md, with what they print once a pool and a lease are there."""
+
+
+def test_the_commands_of_the_handbook_work(server: Server, cluster: Cluster, namespace: str) -> None:
+    pages = [(DOCS / name).read_text() for name in ("troubleshooting.md", "operating.md")]
+    pools, quotas = of_kind(overlay("kind"), "SandboxPool"), of_kind(overlay("kind"), "ResourceQuota")
+    for resource in [*pools, yaml.safe_load(LEASE), *quotas]:
+        server.keep({**resource, "metadata": {**resource["metadata"], "namespace": namespace}})
+    for command, prints in COMMANDS:
+        assert any(command.removesuffix(" cowork") in page for page in pages), command
+        words = command.replace("occamy-sandboxes", namespace).replace("NAMESPACE", namespace)
+        words = words.replace("namespace NAME", f"namespace {namespace}").replace("=N", "=3")
+        words = words.replace("NAME", "try").replace("scale", f"-n {namespace} scale")
+        done = subprocess.run(
+            [kubectl(), *shlex.split(words)[1:]],
+            env={"KUBECONFIG": str(cluster.admin), "HOME": "/nonexistent"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (words, done.stderr)
+        assert prints in " ".join(done.stdout.split()), (words, done.stdout)
+
+
+def test_an_operator_with_rights_in_one_namespace_serves_it(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
+    install(cluster)
+    bindings = of_kind(with_components(tmp_path / "tree", "one-namespace"), "RoleBinding")
+    (binding,) = (b for b in bindings if b["metadata"]["name"] == ACCOUNT)
+    binding["metadata"]["namespace"] = namespace
+    binding["subjects"] = [{"kind": "ServiceAccount", "name": "narrow", "namespace": namespace}]
+    Server(cluster).keep(binding)
+    world = World(cluster, namespace, tmp_path)
+    world.kubeconfig = cluster.service_account(namespace, "narrow")
+    world.start()  # with --namespace
+    try:
+        with nodes(world):
+            world.pool(warm=1)
+            world.lease("one", ttlSeconds=10)
+            world.until("one", "Bound")
+            assert world.until("one", "Expired", 40)["reason"] == "DeadlinePassed"
+    finally:
+        assert world.operator is not None
+        world.operator.stop(10)
