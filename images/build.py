@@ -79,6 +79,11 @@ def build_command(image: str, tool: str, arguments: Mapping[str, str], source: s
     return [*command, str(ROOT)]
 
 
+def debootstrap_command(folder: str) -> list[str]:
+    """Debian into a folder. Without the check, a missing keyring would be a warning, and anybody's packages taken."""
+    return ["debootstrap", "--force-check-gpg", "--variant=minbase", f"--include={PACKAGES}", "bookworm", folder]
+
+
 def make_debian(tool: str) -> str:
     """The Python image, made once from Debian packages. Raises CannotBuild."""
     name = tag(DEBIAN, tool)
@@ -90,7 +95,7 @@ def make_debian(tool: str) -> str:
             "root and debootstrap make the Python image; or pull one: --python-image python:3.11.14-slim-bookworm"
         )
     with tempfile.TemporaryDirectory() as folder:
-        _run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", "bookworm", folder], env)
+        _run(debootstrap_command(folder), env)
         for leftover in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"):
             shutil.rmtree(Path(folder, leftover), ignore_errors=True)
         archive = Path(folder).with_suffix(".tar")

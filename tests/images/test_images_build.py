@@ -56,3 +56,7 @@ def test_without_a_tool_it_says_what_to_install(
     monkeypatch.setenv("PATH", "/nowhere")
     assert building.main(["operator"]) == 1
     assert "apt-get install podman runc debootstrap" in capsys.readouterr().err
+
+
+def test_debian_is_taken_only_with_its_signature() -> None:
+    assert "--force-check-gpg" in building.debootstrap_command("/folder")
