@@ -41,7 +41,7 @@ def test_the_table_of_sizes_is_what_the_command_prints() -> None:
 def test_the_table_of_connections_is_what_the_policies_mean() -> None:
     ends, policies = ends_and_policies(overlay("production"))
     names = {"any other pod of `occamy-sandboxes`": "unknown", "scheduled retraining": "retraining"}
-    ports = [22, 53, 80, 443, 5000, 6443, 8080, 8100, 8750, 10250, 30000]
+    ports = [22, 53, 80, 443, 5000, 6443, 8080, 8100, 8101, 8750, 10250, 30000]
     for source, cell in rows("threat-model.md", "| from |"):
         end = ends[names.get(source, source)]
         said = set() if cell == "nothing" else set(cell.split(", "))
@@ -122,5 +122,5 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in heads, target
     for path in re.findall(r"`((?:manifests|kustomize|tests|images|operators)/[A-Za-z0-9_./*-]+)`", text):
         assert list(ROOT.glob(path.rstrip("/"))), path
-    for field in re.findall(r"`sandbox\.([a-z_]+)`", text):
+    for field in re.findall(r"`rollout\.sandbox\.([a-z_]+)`", text):
         assert field in KubernetesSandboxConfig.model_fields, field

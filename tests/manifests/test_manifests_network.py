@@ -18,7 +18,8 @@ from .rendering import OVERLAYS, overlay
 ROWS = """
 sandbox         rollout              8100  yes
 sandbox         team rollout         8100  yes
-sandbox         rollout              8101  no
+sandbox         rollout              8101  yes
+sandbox         rollout              8102  no
 sandbox         impostor             8100  no
 sandbox         stage                8100  no
 sandbox         api server            443  no
@@ -53,6 +54,7 @@ rollout         api server            443  yes
 rollout         dns                    53  yes
 rollout         mlflow               5000  yes
 stage           rollout              8100  no
+stage           rollout              8101  no
 stranger        rollout              8100  no
 team rollout    rollout              8100  no
 operator        api server            443  yes
@@ -113,12 +115,13 @@ def test_everybody_reaches_what_it_should_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_a_sandbox_reaches_one_port_of_rollouts_in_all_the_cluster(name: str) -> None:
+def test_a_sandbox_reaches_two_ports_of_rollouts_in_all_the_cluster(name: str) -> None:
     ends, policies = ends_and_policies(overlay(name))
-    ports = [22, 53, 80, 443, 2379, 5000, 6443, 8080, 8100, 8750, 9000, 10250, 30000]
+    ports = [22, 53, 80, 443, 2379, 5000, 6443, 8080, 8100, 8101, 8102, 8750, 9000, 10250, 30000]
     cases = [(end, port, how) for end in ends for port in ports for how in ("TCP", "UDP")]
     reached = [c for c in cases if reaches(ends["sandbox"], ends[c[0]], c[1], policies, c[2])]
-    assert sorted(reached) == [("rollout", 8100, "TCP"), ("team rollout", 8100, "TCP")]
+    both = [(end, port, "TCP") for end in ("rollout", "team rollout") for port in (8100, 8101)]
+    assert sorted(reached) == both
     assert [c for c in cases if reaches(ends["grader"], ends[c[0]], c[1], policies, c[2])] == []
 
 
