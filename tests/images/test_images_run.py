@@ -48,7 +48,8 @@ def test_an_image_has_the_versions_of_constraints_txt_and_no_others(built: Built
 
 
 def _canonical(pin: str) -> str:
-    name, _, version = pin.partition("==")
+    """Without the build of the version, such as +cpu."""
+    name, _, version = pin.partition("+")[0].partition("==")
     return f"{re.sub('[-_.]+', '-', name).lower()}=={version}"
 
 
