@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from occamy.admission.config import AdmissionConfig
 from occamy.contracts.record import Record, digest
@@ -138,6 +139,25 @@ def profile_names() -> list[str]:
     return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
 
 
+def rollout_config(overrides: Iterable[str], **options: Any) -> RolloutConfig:
+    """The section `rollout` alone: `options` by name, and ``rollout.b=c`` overrides over them.
+
+    Raises RecipeError as `load_recipe` does, and for a key of another section.
+    """
+    data: dict[str, Any] = {"rollout": dict(options)}
+    for text in overrides:
+        if not text.startswith("rollout."):
+            raise RecipeError(
+                f"--set {text!r}: without a recipe there is only rollout, such as rollout.temperature=0.7"
+            )
+        _override(data, text)
+    _refuse_unknown(data, Recipe, "")
+    try:
+        return RolloutConfig.model_validate(data["rollout"])
+    except ValidationError as e:
+        raise RecipeError(_explain(e, "rollout")) from e
+
+
 def load_recipe(source: str, overrides: Iterable[str] = (), seed: int | None = None) -> Recipe:
     """Read a recipe from a profile name, a YAML file's path or YAML text, and apply ``a.b=c`` overrides.
 
@@ -191,7 +211,10 @@ def _read(source: str) -> dict[str, Any]:
 def _defaults() -> dict[str, Any]:
     """Defaults of all keys that have one, so that naming one key of a section leaves its others as they are."""
     fields = {name: field.default for name, field in Recipe.model_fields.items() if not field.is_required()}
-    return Recipe.model_construct(**fields).model_dump(mode="json", exclude={"name"})
+    defaults = Recipe.model_construct(**fields).model_dump(mode="json", exclude={"name"})
+    for rollout in (defaults["rollout"], defaults["demonstrations"]["rollout"]):
+        del rollout["sandbox"]  # which keys it has depends on its backend
+    return defaults
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
@@ -199,9 +222,11 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any], model: type[BaseM
     merged = dict(below)
     for key, value in above.items():
         old, field = merged.get(key), model.model_fields.get(key)
-        section = _section(field.annotation) if field is not None else None
-        nested = section is not None and isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(old, value, section) if nested else value  # type: ignore[arg-type]
+        merged[key] = value
+        if field is not None and isinstance(old, Mapping) and isinstance(value, Mapping):
+            section = _section(field, {**old, **value})
+            if section is not None and section is _section(field, old):  # else another backend, with other keys
+                merged[key] = _merge(old, value, section)
     return merged
 
 
@@ -223,10 +248,10 @@ def _refuse_unknown(data: Mapping[str, Any], model: type[BaseModel], prefix: str
     for key, value in data.items():
         field = model.model_fields.get(key)
         if field is None:
-            known = [path for path, _ in _keys(Recipe, "")]
-            raise RecipeError(f"unknown key {prefix + str(key)!r}{_nearest(prefix + str(key), known)}")
-        section = _section(field.annotation)
-        if section is not None and isinstance(value, Mapping):
+            path, known = prefix + str(key), [path for path, _ in _keys(Recipe, "")]
+            why = f" for this {prefix}backend" if path in known else _nearest(path, known)
+            raise RecipeError(f"unknown key {path!r}{why}")
+        if isinstance(value, Mapping) and (section := _section(field, value)):
             _refuse_unknown(value, section, f"{prefix}{key}.")
 
 
@@ -234,17 +259,23 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:
     """All dotted keys of a recipe, sections included, with their field."""
     for key, field in model.model_fields.items():
         yield prefix + key, field
-        section = _section(field.annotation)
-        if section is not None:
+        for section in _sections(field):
             yield from _keys(section, f"{prefix}{key}.")
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    """The record type of a section, also behind Optional."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+def _sections(field: FieldInfo) -> list[type[BaseModel]]:
+    """The record types that a section may have: none for a plain value, one for each backend where there are some."""
+    found: list[Any] = [field.annotation]
+    for candidate in found:
+        found += get_args(candidate)
+    return [t for t in found if isinstance(t, type) and issubclass(t, BaseModel)]
+
+
+def _section(field: FieldInfo, value: Mapping[str, Any]) -> type[BaseModel] | None:
+    """The record type of this value of a section: the first, unless its backend is that of another."""
+    sections = _sections(field)
+    named = (s for s in sections if "backend" in value and s.model_fields["backend"].default == value["backend"])
+    return next(named, sections[0] if sections else None)
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
@@ -258,10 +289,11 @@ def _nearest(key: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, *section: str) -> str:
     lines = []
     for e in error.errors():
-        where = ".".join(str(part) for part in e["loc"])
+        place = (*section, *e["loc"])
+        where = ".".join(str(part) for part, after in zip(place, ("", *place)) if after != "sandbox")  # no backend
         message = e["msg"].removeprefix("Value error, ")
         got = "" if e["type"] == "value_error" else f", got {e['input']!r}"
         lines.append(f"{where}: {message}{got}" if where else message)

@@ -49,7 +49,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def add_rollout_options(parser: argparse.ArgumentParser) -> None:
     """Options of `occamy rollout` that take it out of a run directory: any harness, on any sealed tasks."""
-    own = parser.add_argument_group("one harness on frozen tasks, outside a run directory")
+    own = parser.add_argument_group(
+        "one harness on frozen tasks, outside a run directory",
+        "--set then takes the keys of rollout, for example --set rollout.sandbox.backend=kubernetes",
+    )
     own.add_argument(
         "--harness", metavar="NAME|FILE", help="harness to roll out with; --out is then the folder of the episodes"
     )
@@ -122,16 +125,17 @@ def rollout_command(args: argparse.Namespace) -> int:
     from occamy.harness.adapters.launch import AdapterHarness
     from occamy.harness.loading import load
     from occamy.nano.base import base_checkpoint
-    from occamy.rollout.config import RolloutConfig
+    from occamy.recipe import rollout_config
     from occamy.rollout.trial import Sampler, play
 
     if args.tasks is None or args.out is None:
         raise ValueError("--harness needs --tasks DIR (a sealed task release) and --out DIR (where episodes go)")
-    if args.profile is not None or args.set:
-        raise ValueError("--harness plays without a recipe; leave out --profile and --set")
+    if args.profile is not None:
+        raise ValueError("--harness plays without a recipe; leave out --profile")
     harness = load(args.harness)
     least = harness.adapter.minimum_context if isinstance(harness, AdapterHarness) else 0
-    config = RolloutConfig(
+    config = rollout_config(
+        args.set,
         harness=args.harness,
         concurrency=args.concurrency,
         context_limit=args.context_limit or max(_CONTEXT, least),

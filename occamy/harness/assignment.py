@@ -55,12 +55,24 @@ class Watched(Protocol):
 
 
 @dataclass(frozen=True)
+class Programs:
+    """Agent programs that a sandbox has of its own, in the image of its pod."""
+
+    python: str
+    """The Python that they may run on."""
+    folder: str
+    """Holds one folder per program."""
+
+
+@dataclass(frozen=True)
 class Outside:
     """Where a harness acts that is a program of its own."""
 
     episode_id: str
     sandbox: Sandbox
     """Its workspace is the world's."""
+    programs: Programs | None
+    """None where it sees those of this machine."""
     tools: ToolServer
     """Serves the world's tools to it."""
     watch: Callable[[], Watched]

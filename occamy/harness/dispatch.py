@@ -6,10 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from occamy.harness.assignment import Assignment, Observation
 from occamy.harness.conversation import Call
 from occamy.harness.middleware import Act
+
+T = TypeVar("T")
 
 
 class ToolBroken(RuntimeError):
@@ -25,7 +29,7 @@ def dispatching(task: Assignment) -> Act:
     async def dispatched(call: Call) -> Observation:
         try:
             if task.tools_may_block:
-                observation = await _in_thread(lambda: task.dispatch(call.name, call.arguments))
+                observation = await in_thread(lambda: task.dispatch(call.name, call.arguments))
             else:
                 observation = task.dispatch(call.name, call.arguments)
             observation.content.encode()
@@ -36,26 +40,25 @@ def dispatching(task: Assignment) -> Act:
     return dispatched
 
 
-async def _in_thread(work: Callable[[], Observation]) -> Observation:
-    loop = asyncio.get_running_loop()
-    answered: asyncio.Future[Observation] = loop.create_future()
+async def in_thread(work: Callable[[], T]) -> T:
+    """The result of what may block, from a thread of its own: however many wait, none waits for a free one.
 
-    def settle(result: Observation | BaseException) -> None:
-        if answered.done():  # given up
-            return
-        if isinstance(result, BaseException):
-            answered.set_exception(result)
-        else:
-            answered.set_result(result)
+    Cancelling leaves the thread alone. Raises what `work` raises.
+    """
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[T] = loop.create_future()
+
+    def settle(how: Callable[[], None]) -> None:
+        if not answered.done():  # else given up
+            how()
 
     def run() -> None:
-        result: Observation | BaseException
         try:
-            result = work()
+            how = partial(answered.set_result, work())
         except BaseException as e:
-            result = e
+            how = partial(answered.set_exception, e)
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result)
+            loop.call_soon_threadsafe(settle, how)
 
     threading.Thread(target=run, name="tool", daemon=True).start()
     return await answered

@@ -2,11 +2,61 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import os
+from ipaddress import IPv4Address
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from occamy.contracts.record import Record
 from occamy.contracts.task import Pool
 from occamy.sandboxes.config import LocalSandboxConfig
+from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
+
+
+def backend(section: Any) -> str:
+    """Which backend a section is for: the local one, unless it says so."""
+    return str(section.get("backend", "local") if isinstance(section, dict) else getattr(section, "backend", section))
+
+
+SandboxConfig = Annotated[
+    Annotated[LocalSandboxConfig, Tag("local")] | Annotated[KubernetesSandboxConfig, Tag("kubernetes")],
+    Discriminator(backend),
+]
+"""One backend's section; its key ``backend`` tells which."""
+
+
+class ServersConfig(Record):
+    """Where a rollout serves: its recording proxy to agents that are programs, and their tools.
+
+    Programs in pods have to reach both, so they are then served at an address of this machine or pod that the network
+    rule of their pool opens. Each episode has its own keys to both.
+    """
+
+    host: str = "127.0.0.1"
+    """IPv4 address to listen at, and to give to programs. ``$NAME`` takes it from the environment of the process that
+    serves: ``$POD_IP`` where the pod's own address is put there."""
+    proxy_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the recording proxy; 0 takes a free one, which no pool's network rule could name."""
+    tools_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the tool server; 0 takes a free one."""
+
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host: str) -> str:
+        if not host.startswith("$") and IPv4Address(host).is_unspecified:
+            raise ValueError(f"{host} is no address that can be called; name the one that sandboxes reach")
+        return host
+
+    def address(self) -> str:
+        """The address itself. Raises ValueError when the environment has none."""
+        if not self.host.startswith("$"):
+            return self.host
+        found = os.environ.get(self.host[1:], "")
+        try:
+            return self._one_address(found)
+        except ValueError as e:
+            raise ValueError(f"rollout.servers.host is {self.host}, and {self.host[1:]} is {found!r}: {e}") from e
 
 
 class RolloutConfig(Record):
@@ -34,8 +84,10 @@ class RolloutConfig(Record):
     """True: R(e) is the score of a completed episode and 0 otherwise. False: the score in any scored outcome."""
     infra_failure_limit: int = Field(default=64, ge=1)
     """Infrastructure failures in a row after which a session stops instead of burning through its jobs. Our choice."""
-    sandbox: LocalSandboxConfig = LocalSandboxConfig()
+    sandbox: SandboxConfig = LocalSandboxConfig()
     """Where agents act."""
+    servers: ServersConfig = ServersConfig()
+    """Where agents that are programs reach model and tools."""
 
 
 class DemonstrationConfig(Record):

@@ -18,20 +18,21 @@ from occamy.capture.server import ProxyServer
 from occamy.contracts.episode import EpisodeRecord, Outcome, QuarantineReason, Segment
 from occamy.contracts.record import digest
 from occamy.harness.adapters.launch import AdapterHarness
-from occamy.harness.assignment import AgentRun, Assignment, Harness, Outside
+from occamy.harness.assignment import AgentRun, Assignment, Harness, Outside, Programs
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.evidence import Evidence
 from occamy.rollout.grading import Grade, grade
 from occamy.rollout.jobs import EpisodeJob
+from occamy.rollout.workspace import LiveWorld, open_world
 from occamy.sandboxes.protocol import Sandbox, SandboxBackend, SandboxError
 from occamy.worlds.tools import tool_schemas
-from occamy.worlds.workspace import FolderWorkspace
-from occamy.worlds.world import Event, World
+from occamy.worlds.world import Event
 
 if TYPE_CHECKING:  # an extra that only agent programs need
     from occamy.worlds.mcp import ToolServer
 
-_POOL = "local"
+_POOL = "cowork"
+"""Pool that agents' sandboxes come from, where there are pools, unless the sandbox section names another."""
 _ROOT = "root"
 _GRACE_S = 60.0  # a lease outlives the task's wall budget by this much, for export and release
 
@@ -47,6 +48,8 @@ class Place:
     config: RolloutConfig
     tools: ToolServer | None
     """Where an agent program finds the tools of its world; None for harnesses of this process."""
+    programs: Programs | None
+    """Agent programs that sandboxes have of their own; None where they see those of this machine."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,15 @@ _UNSCORED = Grade(score=0.0, success=False, goals_met=(), forbidden=())
 async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[str, Any], Sequence[Event]]:
     """Let the agent act. Returns its run, the final state ({} when it cannot be trusted) and the event log."""
     sandbox: Sandbox | None = None
-    world: World | None = None
+    world: LiveWorld | None = None
     run = AgentRun()
     try:
         sandbox = await _lease(job, place)
-        world = World(job.task.world, FolderWorkspace(sandbox.workspace))
+        world = await open_world(job.task.world, sandbox)
         run = await place.harness.run(_assignment(job, place, key, world, sandbox))
+        await world.end()
         await sandbox.freeze()
-        return run, world.state(), world.events
+        return run, await world.state(), world.events
     except (SandboxError, OSError) as e:
         outcome = e.outcome if isinstance(e, SandboxError) else Outcome.infra_failed
         run = dataclasses.replace(run, outcome=outcome, error=f"{type(e).__name__}: {e}")
@@ -114,9 +118,9 @@ async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[
 
 
 async def _lease(job: EpisodeJob, place: Place) -> Sandbox:
-    """A sandbox for the episode; one that an agent program runs in reaches its model and its tools, nothing else."""
+    """A sandbox for the episode; one that an agent program runs in has to reach its model and its tools."""
     wall = job.task.meta.budget.wall_seconds + _GRACE_S
-    if not isinstance(place.harness, AdapterHarness) or place.tools is None:
+    if place.tools is None or not isinstance(place.harness, AdapterHarness) or not place.harness.in_sandbox:
         return await place.sandboxes.lease(_POOL, job.episode_id, wall)
     proxy = URL(place.proxy.url)
     assert proxy.host is not None and proxy.port is not None
@@ -125,7 +129,7 @@ async def _lease(job: EpisodeJob, place: Place) -> Sandbox:
         job.episode_id,
         wall + place.harness.startup_seconds,
         reach=[(proxy.host, proxy.port), place.tools.address],
-        readable=place.harness.readable,
+        readable=place.harness.readable if place.programs is None else (),
     )
 
 
@@ -144,15 +148,16 @@ def _as_the_proxy_saw(run: AgentRun, captured: CapturedEpisode) -> AgentRun:
     return run
 
 
-def _assignment(job: EpisodeJob, place: Place, key: str, world: World, sandbox: Sandbox) -> Assignment:
+def _assignment(job: EpisodeJob, place: Place, key: str, world: LiveWorld, sandbox: Sandbox) -> Assignment:
     outside: Outside | None = None
     if place.tools is not None:
-        outside = Outside(job.episode_id, sandbox, place.tools, partial(place.proxy.watch, job.episode_id))
+        watch = partial(place.proxy.watch, job.episode_id)
+        outside = Outside(job.episode_id, sandbox, place.programs, place.tools, watch)
     return Assignment(
         request=job.task.request,
         tools=tool_schemas(job.task.world, job.task.tools),
         dispatch=world.call,
-        tools_may_block=False,
+        tools_may_block=world.may_block,
         budget=job.task.meta.budget,
         base_url=f"{place.proxy.url}/episodes/{job.episode_id}/root/v1",
         api_key=key,

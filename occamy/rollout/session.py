@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import os
 import queue
-import tempfile
 import threading
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,19 +29,18 @@ from occamy.harness.adapters.launch import AdapterHarness
 from occamy.harness.assignment import Harness
 from occamy.harness.client import open_http
 from occamy.rollout.archive import Recorded, recorded, write_archive
+from occamy.rollout.backend import open_backend, programs_of, serving_address
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.episode import EpisodeResult, Place, run_episode
 from occamy.rollout.evidence import Evidence, EvidenceStore
 from occamy.rollout.jobs import EpisodeJob
 from occamy.rollout.spelling import SpelledTeacher
-from occamy.sandboxes.local import LocalBackend
 
 if TYPE_CHECKING:  # an extra that only agent programs need
     from occamy.worlds.mcp import ToolServer
 
 _T = TypeVar("_T")
 _HEALTH_S = 5.0
-_MEMORY_FOLDER = Path("/dev/shm")
 
 
 class SessionError(RuntimeError):
@@ -76,10 +72,11 @@ class RolloutSession:
     ) -> None:
         """`checkpoint` gives tokenizer and template; `asked`, a digest, tells what else decides the episodes (jobs,
         weights). Raises SessionError when `folder` was begun with other ones, and ValueError when an agent program
-        needs a longer context than `config` gives."""
+        needs a longer context than `config` gives, or could not reach what is served to it."""
         if isinstance(harness, AdapterHarness):
             harness.check_context(config.context_limit)
             teacher = teacher and SpelledTeacher(teacher, harness.adapter.tools)
+        self._address = serving_address(harness, config)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._config = config
@@ -104,6 +101,8 @@ class RolloutSession:
             context_limit=config.context_limit,
             hold_seconds=config.hold_seconds,
             answer_seconds=config.answer_seconds,
+            host=self._address,
+            port=config.servers.proxy_port,
         )
         self._stack = ExitStack()
         self._failures_in_row = 0
@@ -115,16 +114,15 @@ class RolloutSession:
             self._proxy = stack.enter_context(self._proxy)
             self._evidence = EvidenceStore(self._folder / "evidence.db")
             stack.callback(self._evidence.close)
-            self._sandboxes = LocalBackend(_sandbox_root(self._folder), self._config.sandbox)
-            stack.callback(self._sandboxes.close)
+            self._sandboxes = open_backend(self._config.sandbox, self._folder)
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
             thread.start()
             stack.callback(self._stop_loop, thread)
             self._http = self._call(_opened_http())
-            tools = self._tool_server(stack)
+            tools, programs = self._tool_server(stack), programs_of(self._config.sandbox)
             self._finished = _resumed(self._proxy.store)
-            self._place = Place(self._proxy, self._harness, self._http, self._sandboxes, self._config, tools)
+            self._place = Place(self._proxy, self._harness, self._http, self._sandboxes, self._config, tools, programs)
             self._stack = stack.pop_all()
         return self
 
@@ -225,10 +223,14 @@ class RolloutSession:
 
     async def _abandon(self, episode_ids: list[str]) -> None:
         """Cancel episodes and wait until they have let go of their sandboxes and ids."""
-        tasks = [self._in_flight[i] for i in episode_ids if i in self._in_flight]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel([self._in_flight[i] for i in episode_ids if i in self._in_flight])
+
+    async def _shut_down(self) -> None:
+        """Cancel episodes first: a session closed under them would look like an infrastructure failure."""
+        await self._abandon(list(self._in_flight))
+        await self._sandboxes.close()
+        await _cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
+        await self._http.close()
 
     def _segments(self, episode_id: str) -> list[Segment]:
         return self._proxy.store.captured(episode_id).segments
@@ -250,7 +252,7 @@ class RolloutSession:
             from occamy.worlds.mcp import ToolServer
         except ModuleNotFoundError as e:
             raise SessionError(f"agent programs reach their tools over MCP ({e}); install the extra harness") from e
-        server = ToolServer()
+        server = ToolServer(self._address, self._config.servers.tools_port)
         self._call(server.start())
         stack.callback(lambda: self._call(server.stop()))
         return server
@@ -259,7 +261,7 @@ class RolloutSession:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def _stop_loop(self, thread: threading.Thread) -> None:
-        self._call(_shut_down(self._http))
+        self._call(self._shut_down())
         self._loop.call_soon_threadsafe(self._loop.stop)
         thread.join()
         self._loop.close()
@@ -285,19 +287,10 @@ async def _check_health(url: str) -> None:
         await client.close()
 
 
-async def _shut_down(http: aiohttp.ClientSession) -> None:
-    """Cancel episodes first: a session closed under them would look like an infrastructure failure."""
-    others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-    for task in others:
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await http.close()
-
-
-def _sandbox_root(folder: Path) -> Path:
-    """A folder in memory that belongs to this session folder alone; what a killed session left is found by name."""
-    base = _MEMORY_FOLDER if os.access(_MEMORY_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"occamy-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _resumed(store: Store) -> dict[str, EpisodeRecord]:

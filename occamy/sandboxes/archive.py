@@ -63,6 +63,14 @@ def survey(root: Path, limit: int) -> dict[str, _Entry]:
     return found
 
 
+def files(root: Path, limit: int) -> list[str]:
+    """Paths of the regular files below `root`, sorted. Raises WorkspaceRefused as `pack` does."""
+    found = sorted(name for name, entry in survey(root, limit).items() if stat.S_ISREG(entry.mode))
+    if (total := sum(len(name) + 1 for name in found)) > limit:
+        raise WorkspaceRefused(f"the names of the files have {total} characters; at most {limit} are listed")
+    return found
+
+
 def unpack(archive: bytes, root: Path, limit: int) -> None:
     """Write an archive's members below the empty folder `root`.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from occamy.contracts.record import Record
@@ -31,6 +33,8 @@ class Limits(Record):
 class LocalSandboxConfig(Record):
     """The local backend."""
 
+    backend: Literal["local"] = "local"
+    """Sandboxes of this machine."""
     isolation: Isolation | None = None
     """Level to give; None takes the strongest there is. `process` lets commands see all of the host's programs."""
     minimum_isolation: Isolation = Isolation.process

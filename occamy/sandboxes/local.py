@@ -95,7 +95,7 @@ class LocalBackend:
             raise _refusal(f"lease for {owner}: cannot make {folder}", e) from e
         return LocalSandbox(self, folder, owner, time.monotonic() + deadline_s, reach, readable)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Remove the root folder with all that leases left."""
         self._root.close()
 
@@ -141,6 +141,7 @@ class LocalSandbox:
         self._name = f"lease {self.id} of {owner}"
         self.isolation = backend.isolation
         self.workspace = folder / "workspace"
+        """For who works on this machine; see `paths` for how to touch what an agent may touch too."""
         self._backend = backend
         self._config = backend.config
         self._folder = folder
@@ -201,6 +202,14 @@ class LocalSandbox:
     async def write(self, path: str, data: bytes) -> None:
         self._writable("write")
         paths.write_file(self.workspace, path, data)
+
+    async def remove(self, path: str) -> None:
+        self._writable("remove")
+        paths.remove_file(self.workspace, path)
+
+    async def files(self) -> list[str]:
+        self._alive()
+        return archive.files(self.workspace, self._config.limits.workspace_bytes)
 
     async def freeze(self) -> None:
         async with self._starting:

@@ -73,6 +73,16 @@ def write_file(root: Path, path: str, data: bytes, mode: int = 0o644) -> None:
             raise
 
 
+def remove_file(root: Path, path: str) -> None:
+    """Remove one file below `root`; of a link, itself. Raises PathRefused, FileNotFoundError."""
+    *folders, name = _nonempty(path)
+    with _descend(root, folders, path, create=False) as folder:
+        try:
+            os.unlink(name, dir_fd=folder)
+        except OSError as e:
+            raise _refusal(e, path) from e
+
+
 def make_folder(root: Path, path: str) -> None:
     """Make a folder below `root`, parents included. Raises PathRefused."""
     with _descend(root, list(_nonempty(path)), path, create=True):

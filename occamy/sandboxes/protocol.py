@@ -126,10 +126,6 @@ class Sandbox(Protocol):
     def isolation(self) -> Isolation:
         """Level that this sandbox gives."""
 
-    @property
-    def workspace(self) -> Path:
-        """Folder that holds the workspace, where the backend has it on this machine."""
-
     async def exec(
         self,
         argv: Sequence[str],
@@ -151,6 +147,12 @@ class Sandbox(Protocol):
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a workspace file whole, making folders as needed. Raises PathRefused, SandboxFrozen, ShortWrite."""
+
+    async def remove(self, path: str) -> None:
+        """Remove a workspace file, or a link itself. Raises PathRefused, FileNotFoundError, SandboxFrozen."""
+
+    async def files(self) -> list[str]:
+        """Paths of all regular files, sorted; bytes that are no UTF-8 as surrogate escapes. Raises WorkspaceRefused."""
 
     async def freeze(self) -> None:
         """Kill every process that the sandbox started and refuse new ones and writes from now on.
@@ -190,8 +192,14 @@ class SandboxBackend(Protocol):
     ) -> Sandbox:
         """Lease a sandbox for at most `deadline_s` seconds. Raises SandboxError when none can be had.
 
-        `reach`: host and port of each loopback server that commands may connect to, under the same host and port.
+        `reach`: host and port of each server that commands connect to, under the same host and port. On this machine
+        they are on the loopback, and nothing else can be reached; in a pod they are not, and its pool's network rule
+        has to let it reach them.
         `readable`: files and folders of the host that commands may read, at their own paths: an agent program and
-        what it needs, links resolved by the caller. The process level stops no connection and hides no file.
-        Raises ValueError for a server that is not on the loopback, and for a path that is absent or holds leases.
+        what it needs, links resolved by the caller. A pod has none of the host's, only those of its image.
+        The process level stops no connection and hides no file.
+        Raises ValueError for a server that cannot be reached so, and for a path that is absent or holds leases.
         """
+
+    async def close(self) -> None:
+        """Release every lease that is left. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""The tools of many worlds over MCP (streamable HTTP on loopback): one path and one key per episode.
+"""The tools of many worlds over MCP (streamable HTTP): one path and one key per episode.
 
 Calls of one world never meet; each goes to its dispatcher as any other.
 """
@@ -59,14 +59,16 @@ class ToolServer:
     address: tuple[str, int]
     """Host and port, once started."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """`port` 0 takes a free one."""
+        self._wanted = (host, port)
         self._boxes: dict[str, _Toolbox] = {}
         server: Server[Any] = Server("world", on_list_tools=self._list, on_call_tool=self._call)
         self._manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
 
     async def start(self) -> None:
-        """Listen on a free loopback port."""
-        listener = socket.create_server(("127.0.0.1", 0))
+        """Listen. Raises OSError."""
+        listener = socket.create_server(self._wanted)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.address = listener.getsockname()[:2]
         config = uvicorn.Config(

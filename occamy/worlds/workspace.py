@@ -120,7 +120,7 @@ class FolderWorkspace:
     def list(self) -> list[str]:
         found = (p for p in self._root.rglob("*") if p.is_file() and not p.is_symlink())
         names = (p.relative_to(self._root).as_posix() for p in found)
-        return sorted(name for name in names if _is_text(name))
+        return sorted(name for name in names if is_text(name))
 
 
 def _is_file(target: Path) -> bool:
@@ -133,5 +133,6 @@ def _is_file(target: Path) -> bool:
         raise
 
 
-def _is_text(name: str) -> bool:
+def is_text(name: str) -> bool:
+    """Whether a name read from a disk is UTF-8; `os.fsdecode` puts lone surrogates for what is not."""
     return not any("\ud800" <= c <= "\udfff" for c in name)

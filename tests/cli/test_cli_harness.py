@@ -74,7 +74,14 @@ def test_what_cannot_be_rolled_out_is_said(
     missing = failing(capsys, "rollout", "--harness", "hermes", *out)
     assert "nowhere/hermes holds no such program; run `occamy harness install hermes`" in missing
     react = ("rollout", "--harness", "react", *out)
-    assert "leave out --profile and --set" in failing(capsys, *react, "--set", "sao.steps=1")
+    assert "leave out --profile" in failing(capsys, *react, "--profile", "laptop")
+    assert "there is only rollout" in failing(capsys, *react, "--set", "sao.steps=1")
+    pods = (*react, "--set", "rollout.sandbox.backend=kubernetes")
+    assert "rollout.sandbox.namespace: Field required" in failing(capsys, *pods)
+    pods = (*pods, "--set", "rollout.sandbox.namespace=x")
+    assert "unknown key 'rollout.sandbox.namespac'" in failing(capsys, *pods, "--set", "rollout.sandbox.namespac=x")
+    demanded = ("--set", "rollout.sandbox.minimum_isolation=gvisor", "--out", str(tmp_path / "refused"))
+    assert "isolation 'gvisor' is required, 'container' is what the pools give" in failing(capsys, *pods, *demanded)
     assert "127.0.0.1:1/health: nobody listens there" in failing(capsys, *react, "--engine", "http://127.0.0.1:1")
     assert f"{tasks}: is sealed already" in failing(capsys, *react, "--out", str(tasks))
     with pytest.raises(SystemExit):

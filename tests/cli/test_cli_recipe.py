@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 from occamy.recipe import Recipe, RecipeError, load_recipe, profile_names, recipe_from_json
+from occamy.sandboxes.config import Limits, LocalSandboxConfig
+from occamy.sandboxes.kubernetes.config import POD_LIMITS, KubernetesSandboxConfig
+
+PODS = "rollout.sandbox.backend=kubernetes"
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -71,6 +75,13 @@ def test_file_extends_a_profile(tmp_path: Path) -> None:
         ("laptop", ["sprint.max_length=512"], ["sprint.max_length 512", "raise it"]),
         ("laptop", ["synthesis.train.short=0"], ["sao.mix draws from pool 'short'"]),
         ("laptop", ["hdpo.pack_tokens=100"], ["hdpo.pack_tokens 100", "raise it"]),
+        ("laptop", [PODS], ["rollout.sandbox.namespace: Field required"]),
+        ("laptop", [PODS, "rollout.sandbox.namespac=x"], ["unknown key", "did you mean 'rollout.sandbox.namespace'"]),
+        ("laptop", [PODS, "rollout.sandbox.network=none"], ["'rollout.sandbox.network' for this rollout.sandbox.back"]),
+        ("laptop", ["rollout.sandbox.namespace=x"], ["'rollout.sandbox.namespace' for this rollout.sandbox.backend"]),
+        ("laptop", ["rollout.sandbox.backend=docker"], ["rollout.sandbox: ", "'docker'", "'local', 'kubernetes'"]),
+        ("laptop", ["rollout.servers.host=0.0.0.0"], ["rollout.servers.host: 0.0.0.0 is no address that can be call"]),
+        ("laptop", ["rollout.servers.host=pod"], ["rollout.servers.host", "'pod'"]),
     ],
 )
 def test_refuses_with_value_and_fix(source: str, overrides: list[str], words: list[str]) -> None:
@@ -79,6 +90,28 @@ def test_refuses_with_value_and_fix(source: str, overrides: list[str], words: li
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_recipe_chooses_where_agents_act() -> None:
+    pods = load_recipe("laptop", ["rollout.sandbox.namespace=x", PODS, "rollout.sandbox.limits.processes=7"])
+    sandbox = KubernetesSandboxConfig(namespace="x", limits=POD_LIMITS.model_copy(update={"processes": 7}))
+    assert pods.rollout.sandbox == sandbox
+    assert recipe_from_json(pods.model_dump_json()) == pods
+    section = "rollout: {sandbox: {minimum_isolation: gvisor, namespace: x, backend: kubernetes}}"
+    below = load_recipe(f"extends: laptop\nname: mine\n{section}\n").rollout.sandbox
+    assert (below.backend, below.minimum_isolation) == ("kubernetes", "gvisor")
+    here = load_recipe("laptop", ["rollout.sandbox.limits.processes=7"]).rollout.sandbox
+    assert here == LocalSandboxConfig(limits=Limits(processes=7))
+
+
+def test_a_file_may_change_the_backend_of_the_one_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "pods.yaml").write_text(
+        "extends: laptop\nname: pods\nrollout: {sandbox: {backend: kubernetes, namespace: x, pool: p}}\n"
+    )
+    more = load_recipe(f"extends: {tmp_path}/pods.yaml\nname: a\nrollout: {{sandbox: {{pool: q}}}}\n")
+    assert more.rollout.sandbox == KubernetesSandboxConfig(namespace="x", pool="q")
+    back = load_recipe(f"extends: {tmp_path}/pods.yaml\nname: b\nrollout: {{sandbox: {{backend: local}}}}\n")
+    assert back.rollout.sandbox == LocalSandboxConfig()
 
 
 def test_all_conflicts_are_told_at_once() -> None:

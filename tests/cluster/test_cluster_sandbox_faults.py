@@ -229,6 +229,8 @@ def test_what_cannot_be_leased_is_refused_with_the_reason_and_leaves_no_lease(
             await waiting
         with pytest.raises(ValueError, match=r"neither this machine's loopback nor its files \(127.0.0.1:80\)"):
             await backend.lease("pool", "owner", 60.0, reach=[("127.0.0.1", 80)])
+        with pytest.raises(ValueError, match=r"\(localhost:80\); serve at an address that pods reach"):
+            await backend.lease("pool", "owner", 60.0, reach=[("192.0.2.1", 80), ("localhost", 80)])
         with pytest.raises(ValueError, match=str(tmp_path)):
             await backend.lease("pool", "owner", 60.0, readable=[tmp_path])
 
@@ -242,7 +244,7 @@ def test_without_credentials_or_rights_the_error_says_so(
     node: Node, settings: KubernetesSandboxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def without_client(backend: KubernetesBackend) -> None:
-        with pytest.raises(SandboxError, match=r"need the kubernetes client .*; install the package kubernetes"):
+        with pytest.raises(SandboxError, match=r"need the kubernetes client .*; install the extra kubernetes"):
             await backend.lease("pool", "owner", 60.0)
 
     async def refused(backend: KubernetesBackend) -> None:

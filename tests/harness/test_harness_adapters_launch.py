@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from occamy.contracts.episode import Outcome
 from occamy.contracts.task import Budget, FieldSpec, WorldSpec
 from occamy.harness.adapters.declaration import Adapter
 from occamy.harness.adapters.launch import AdapterHarness
-from occamy.harness.assignment import AgentRun, Assignment, Outside
+from occamy.harness.adapters.program import FOLDER
+from occamy.harness.assignment import AgentRun, Assignment, Outside, Programs
 from occamy.harness.client import open_http
 from occamy.sandboxes.config import LocalSandboxConfig
 from occamy.sandboxes.local import LocalBackend
+from occamy.sandboxes.protocol import SandboxError
 from occamy.worlds.mcp import ToolServer
 from occamy.worlds.tools import tool_names, tool_schemas
 from occamy.worlds.workspace import MemoryWorkspace
@@ -61,6 +64,8 @@ def play(
     config: dict[str, Any] | None = None,
     wall: float = 60.0,
     watch: Callable[[], Any] = Quiet,
+    programs: Programs | None = None,
+    installed: dict[str, Any] | None = None,
     **adapter: Any,
 ) -> tuple[AgentRun, World, list[str]]:
     """Run a script as an agent program. Returns its run, the world and the files of its workspace."""
@@ -73,6 +78,7 @@ def play(
         "env": {"WHO": "{model}", "LIMIT": "{context_limit}"},
         "scripts": ["go.py"],
         "config": {"etc/setup.json": SETUP, **(config or {})},
+        "installed": installed,
     }
     declared = {"name": "go", "version": "1", "launch": launch, "stall_seconds": 1.0, **adapter}
     harness = AdapterHarness(Adapter.model_validate(declared), here)
@@ -82,7 +88,8 @@ def play(
         backend = LocalBackend(folder / "leases", LocalSandboxConfig())
         tools = ToolServer()
         await tools.start()
-        sandbox = await backend.lease("p", "e", 120.0, reach=[tools.address], readable=harness.readable)
+        images = [Path(programs.folder)] if programs and Path(programs.folder).exists() else []
+        sandbox = await backend.lease("p", "e", 120.0, reach=[tools.address], readable=[*harness.readable, *images])
         async with open_http() as http:
             task = Assignment(
                 request="do 'this' $HOME {now}",
@@ -96,13 +103,13 @@ def play(
                 max_new_tokens=7,
                 http=http,
                 context_limit=4096,
-                outside=Outside("e", sandbox, tools, watch),
+                outside=Outside("e", sandbox, programs, tools, watch),
             )
             done = await harness.run(task)
         files = sorted(p.name for p in sandbox.workspace.iterdir())
         await sandbox.release()
         await tools.stop()
-        backend.close()
+        await backend.close()
         return done, files
 
     done, files = asyncio.run(run())
@@ -196,3 +203,26 @@ async def _run_inside(harness: AdapterHarness) -> None:
     budget = Budget(turns=1, tool_calls=1, tokens=1)
     async with open_http() as http:
         await harness.run(Assignment("r", [], lambda *_: None, budget, "u/root/v1", "k", "m", 1.0, 1, http))  # type: ignore
+
+
+def test_a_sandbox_with_programs_of_its_own_is_asked_for_their_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, version in (("here", "1"), ("image", "1"), ("other", "2")):
+        (tmp_path / "programs" / place / "go").mkdir(parents=True)
+        (tmp_path / "programs" / place / "go" / "VERSION-x").write_text(f"go\nversion {version}\n")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "programs" / "here"))
+    installed = {"version_file": "VERSION-*", "version_pattern": r"^version (\S+)", "steps": []}
+
+    def said(name: str) -> str:
+        (tmp_path / name).mkdir()
+        programs = Programs(sys.executable, str(tmp_path / "programs" / name))
+        script = "import json, sys\nprint(json.load(open(sys.argv[1]))['at'])\n"
+        setup = {"etc/setup.json": {"at": "{program}"}}
+        run, _, _ = play(tmp_path / name, script, config=setup, programs=programs, installed=installed)
+        return run.answer
+
+    assert said("image") == f"{tmp_path}/programs/image/go"
+    for name, found in (("other", "2"), ("none", "None")):
+        with pytest.raises(SandboxError, match=f"has version {found} in .*/{name}/go, the adapter is for 1"):
+            said(name)

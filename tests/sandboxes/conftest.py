@@ -50,7 +50,7 @@ def within(tmp_path: Path) -> Callable[..., None]:
                 await body(sandbox)
             finally:
                 await sandbox.release()
-                backend.close()
+                await backend.close()
 
         asyncio.run(session())
 

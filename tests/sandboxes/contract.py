@@ -174,11 +174,41 @@ async def paths_stay_within_the_workspace(ground: Ground) -> None:
                 await sandbox.exec(["true"], cwd=cwd)
         with pytest.raises(FileNotFoundError, match="none"):
             await sandbox.read("none")
+        for path in ("x" * 300, "é" * 20000, "a/" * 9000 + "a"):
+            with pytest.raises((PathRefused, FileNotFoundError)):
+                await sandbox.read(path)
         await sandbox.write("away", b"mine")  # a link under the written name itself is replaced, not followed
         assert await sandbox.read("away") == b"mine"
         for name in ("a b+c%2F&x=?#", "ä\udcff", "-"):
             await sandbox.write(name, name.encode(errors="surrogateescape"))
             assert await sandbox.read(name) == name.encode(errors="surrogateescape")
+
+
+async def files_are_listed_and_removed(ground: Ground) -> None:
+    async with ground.lease() as sandbox:
+        assert await sandbox.files() == []
+        names = ["-", "a/b/c", "a/d", "b", ".hidden/my file\n", "ä\udcff"]
+        for name in names:
+            await sandbox.write(name, b"1")
+        await sandbox.exec(["sh", "-c", "ln -s b link; ln -s a folder; ln -s loop loop; mkfifo pipe; mkdir empty"])
+        assert await sandbox.files() == sorted(names)
+        for name in ("a/d", "link", "folder", "ä\udcff"):
+            await sandbox.remove(name)
+        assert await sandbox.files() == ["-", ".hidden/my file\n", "a/b/c", "b"]  # what links point to stands
+        for path in ("", ".", "../x", "/tmp/x", "a\0b", "a", "empty", "b/c"):
+            with pytest.raises(PathRefused):
+                await sandbox.remove(path)
+        for path in ("none", "none/x", "link"):
+            with pytest.raises(FileNotFoundError, match=path):
+                await sandbox.remove(path)
+        await sandbox.freeze()
+        assert await sandbox.files() == ["-", ".hidden/my file\n", "a/b/c", "b"]
+        with pytest.raises(SandboxFrozen, match="is frozen; cannot remove"):
+            await sandbox.remove("b")
+    async with ground.lease() as sandbox:
+        await sandbox.exec(["truncate", "-s", "100M", "big"])
+        with pytest.raises(WorkspaceRefused, match="104857600 bytes"):
+            await sandbox.files()
 
 
 async def freeze_stops_everything_for_good(ground: Ground) -> None:
@@ -310,6 +340,7 @@ PROMISES: dict[str, Promise] = {
         a_cancelled_command_ends,
         a_tree_beyond_a_limit_is_ended_and_the_limit_named,
         paths_stay_within_the_workspace,
+        files_are_listed_and_removed,
         freeze_stops_everything_for_good,
         an_archive_is_the_same_everywhere,
         a_snapshot_is_brought_back_elsewhere,

@@ -35,6 +35,6 @@ def test_the_local_backend_keeps_its_promise(promise: str, level: Isolation, tmp
         try:
             await PROMISES[promise](Ground(backend, squeeze))
         finally:
-            backend.close()
+            await backend.close()
 
     asyncio.run(run())

@@ -99,17 +99,18 @@ def test_one_file_holds_it_and_equal_sources_give_equal_bytes(tmp_path: Path) ->
 def test_only_the_holder_of_the_token_is_served(agent: Running) -> None:
     async def body() -> None:
         for token in ("", "wrong", agent.token[:-1], agent.token + "x", "ä"):
-            client = agent.client(token)
             for method, target, data in (
                 ("POST", "/exec", order("touch", "planted")),
                 ("PUT", "/file?path=planted", b"x"),
                 ("GET", "/file?path=kept", b""),
+                ("DELETE", "/file?path=kept", b""),
+                ("GET", "/files", b""),
                 ("POST", "/freeze", b""),
                 ("GET", "/snapshot", b""),
                 ("PUT", "/restore", b"x"),
             ):
                 with pytest.raises(SandboxDied, match=r"belongs to another pod now|broke off P"):  # closed, body unread
-                    await client.call(method, target, data, timeout_s=10)
+                    await agent.client(token).call(method, target, data, timeout_s=10)
         assert await agent.client().call("GET", "/state", timeout_s=10) == b"{}"
 
     (agent.folder / "workspace" / "kept").write_text("old")
@@ -140,7 +141,7 @@ def test_what_is_no_request_is_refused_and_the_agent_serves_on(agent: Running, g
 def test_unknown_requests_and_fields_are_refused_by_name(agent: Running) -> None:
     async def body() -> None:
         client = agent.client()
-        for method, target in (("GET", "/etc/passwd"), ("DELETE", "/file?path=x"), ("GET", "/exec")):
+        for method, target in (("GET", "/etc/passwd"), ("DELETE", "/files"), ("GET", "/exec")):
             with pytest.raises(Exception, match=f"{method} {target.partition('?')[0]}: no such request"):
                 await client.call(method, target, timeout_s=10)
         with pytest.raises(Exception, match="unexpected keyword argument 'shell'"):

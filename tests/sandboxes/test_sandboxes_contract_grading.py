@@ -37,7 +37,7 @@ def within(tmp_path: Path, body: Callable[[LocalBackend, Snapshot, Grader], Awai
             await body(backend, export, Grader(("sh", str(grader)), (str(grader),), digest))
             assert list((tmp_path / "leases").rglob("answer")) == []
         finally:
-            backend.close()
+            await backend.close()
 
     asyncio.run(run())
 

@@ -218,7 +218,7 @@ async def main():
     print("exported:", len((await sandbox.snapshot()).archive) > 500_000)
     await sandbox.release()
     await (await backend.lease("p", "o", 60.0)).release()
-    backend.close()
+    await backend.close()
 
 asyncio.run(main())
 """

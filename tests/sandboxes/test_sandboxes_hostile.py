@@ -374,7 +374,7 @@ def test_an_act_ends_as_the_page_says(
         finally:
             await sandbox.release()
             await sibling.release()
-            backend.close()
+            await backend.close()
 
     assert asyncio.run(run()) == table()[name][level]
 

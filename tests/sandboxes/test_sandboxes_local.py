@@ -145,7 +145,7 @@ def test_a_lease_without_commands_costs_under_a_millisecond() -> None:
             await sandbox.freeze()
             await sandbox.release()
             spent.append(time.process_time() - began)
-        backend.close()
+        await backend.close()
         return statistics.median(spent)
 
     assert asyncio.run(run()) < 1e-3

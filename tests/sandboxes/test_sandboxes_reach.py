@@ -45,7 +45,7 @@ def reaching(
             return await sandbox.exec([python[0], "-I", "-S", "-c", script, *map(str, ports)], timeout_s=30)
         finally:
             await sandbox.release()
-            backend.close()
+            await backend.close()
             for server in started:
                 server.close()
 
@@ -132,7 +132,7 @@ def test_a_server_that_is_down_is_a_closed_connection_and_back_later_is_reached(
         said.append((await sandbox.exec(line)).stdout)
         server.close()
         await sandbox.release()
-        backend.close()
+        await backend.close()
         return said
 
     assert asyncio.run(run()) == [b"b''\n", b"b'yes'\n"]

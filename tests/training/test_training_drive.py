@@ -83,7 +83,7 @@ def deep_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     while len(str(folder)) < 3300:
         folder /= "d" * 200
     folder.mkdir(parents=True)
-    monkeypatch.setattr("occamy.rollout.session._MEMORY_FOLDER", folder)
+    monkeypatch.setattr("occamy.rollout.backend._MEMORY_FOLDER", folder)
 
 
 def unservable(task: TaskContract) -> TaskContract:

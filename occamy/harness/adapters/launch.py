@@ -18,16 +18,19 @@ from occamy.contracts.episode import Outcome
 from occamy.contracts.record import Record, digest_bytes
 from occamy.harness.adapters.declaration import Adapter, Command, Service, fill
 from occamy.harness.adapters.ending import Ended, read_ending
-from occamy.harness.adapters.program import installed_version, program_folder, readable
+from occamy.harness.adapters.program import installed_version, program_folder, readable, stated_version
 from occamy.harness.adapters.served import ServedTools
 from occamy.harness.adapters.service import drive
 from occamy.harness.assignment import AgentRun, Assignment, Outside, Watched
+from occamy.sandboxes.protocol import SandboxError
 
 if TYPE_CHECKING:
     from occamy.worlds.mcp import ToolAccess
 
 _WATCH_S = 0.25
 """How often the budget is looked at; the proxy and the tool server refuse calls beyond it at once (our choice)."""
+_LOOK = 'printf "%s\\n" "$HOME" "$PWD"; [ -z "$1" ] || { cd "$0" && cat $1; }'
+"""Tells where a program is at home, and works; then what its version file, a glob below its folder, says."""
 
 
 class AdapterManifest(Record):
@@ -58,6 +61,11 @@ class AdapterHarness:
         )
         self.digest = self.manifest.digest()
         self.rules = adapter.capture
+
+    @property
+    def in_sandbox(self) -> bool:
+        """Whether its program runs in the episode's sandbox."""
+        return isinstance(self.adapter.launch, Command)
 
     @property
     def readable(self) -> list[Path]:
@@ -126,8 +134,8 @@ class AdapterHarness:
 
     async def _execute(self, launch: Command, task: Assignment, outside: Outside, access: ToolAccess) -> Ended:
         sandbox = outside.sandbox
-        home = (await sandbox.exec(["sh", "-c", 'printf %s "$HOME"'])).stdout.decode()
-        places = self._places(task, access, home, str(sandbox.workspace))
+        there = await self._look(launch, outside)
+        places, home = self._places(task, access) | there, there["home"]
         config = {path: _written(path, fill(data, places)) for path, data in launch.config.items()}
         unpacked = await sandbox.exec(["tar", "-xf", "-", "-C", home], stdin=_packed(config | self._scripts))
         if unpacked.exit_code != 0:
@@ -143,7 +151,26 @@ class AdapterHarness:
             report = read.stdout if read.exit_code == 0 else None
         return read_ending(self.adapter.ending, result, report)
 
-    def _places(self, task: Assignment, access: ToolAccess, home: str, workspace: str) -> dict[str, Any]:
+    async def _look(self, launch: Command, outside: Outside) -> dict[str, str]:
+        """Where everything is in the sandbox. Raises SandboxError when its image holds another program."""
+        own, name = outside.programs, self.adapter.name
+        program = str(program_folder(name)) if own is None else f"{own.folder}/{name}"
+        version_file = launch.installed.version_file if launch.installed else ""
+        looked = await outside.sandbox.exec(["sh", "-c", _LOOK, program, version_file])
+        home, workspace, stated = (*looked.stdout.decode(errors="replace").split("\n", 2), "", "", "")[:3]
+        if not workspace:
+            raise SandboxError(f"harness {name}: no shell in the sandbox: {looked.stderr[-200:]!r}")
+        if launch.installed and own is not None:
+            found = stated_version(stated, launch.installed)
+            if found != self.adapter.version:
+                raise SandboxError(
+                    f"harness {name}: the sandbox has version {found} in {program}, the adapter is for "
+                    f"{self.adapter.version}; put that into the pool's image, or set rollout.sandbox.programs"
+                )
+        python = sys.executable if own is None else own.python
+        return {"home": home, "workspace": workspace, "program": program, "python": python}
+
+    def _places(self, task: Assignment, access: ToolAccess) -> dict[str, Any]:
         return {
             "request": task.request,
             "base": task.base_url.removesuffix("/root/v1"),
@@ -154,10 +181,6 @@ class AdapterHarness:
             "context_limit": task.context_limit,
             "tools_url": access.url,
             "tools_key": access.key,
-            "home": home,
-            "workspace": workspace,
-            "program": str(program_folder(self.adapter.name)),
-            "python": sys.executable,
             "turns": task.budget.turns,
             "tool_calls": task.budget.tool_calls,
             "wall_seconds": task.budget.wall_seconds,

@@ -84,11 +84,16 @@ def readable(adapter: Adapter) -> list[Path]:
     return sorted(folder.resolve() for folder in folders)
 
 
+def stated_version(text: str, installed: Installed) -> str | None:
+    """The version that a version file states."""
+    found = re.search(installed.version_pattern, text, re.MULTILINE)
+    return found[1] if found else None
+
+
 def _version(folder: Path, installed: Installed) -> str | None:
     if folder.with_name(f"{folder.name}{_BEGUN}").exists():
         return None
     for path in sorted(folder.glob(installed.version_file)):
-        found = re.search(installed.version_pattern, path.read_text(), re.MULTILINE)
-        if found:
-            return found[1]
+        if found := stated_version(path.read_text(), installed):
+            return found
     return None

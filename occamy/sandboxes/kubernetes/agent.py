@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import signal
 import socket
 from pathlib import Path
@@ -90,6 +91,12 @@ class Agent:
             case "PUT", "/file":
                 await self._inside.write(query["path"], body)
                 await _reply(writer, 200, json.dumps({"size": len(body), "fingerprint": _fingerprint(body)}).encode())
+            case "DELETE", "/file":
+                await self._inside.remove(query["path"])
+                await _reply(writer, 200, b"{}")
+            case "GET", "/files":
+                found = await self._inside.files(limit)
+                await _reply(writer, 200, b"".join(os.fsencode(path) + b"\0" for path in found))
             case "POST", "/freeze":
                 await asyncio.shield(self._inside.freeze(limit))
                 await _reply(writer, 200, b"{}")

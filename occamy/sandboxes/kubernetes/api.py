@@ -120,7 +120,7 @@ def find_credentials(kubeconfig: Path | None, context: str | None) -> Any:
         from kubernetes import client, config  # type: ignore[import-untyped]
     except ModuleNotFoundError as e:
         raise SandboxError(
-            f"sandboxes in a cluster need the kubernetes client ({e}); install the package kubernetes"
+            f"sandboxes in a cluster need the kubernetes client ({e}); install the extra kubernetes"
         ) from e
     found = client.Configuration()
     try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ipaddress
 import json
 import math
+import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -68,13 +70,12 @@ class KubernetesBackend:
     ) -> KubernetesSandbox:
         """A pod that serves; the deadline counts from then on. See `SandboxBackend.lease`.
 
-        What a pod reaches and reads is its pool's business: `reach` and `readable` are refused with ValueError.
+        The pool's network rule has to open what is in `reach`; nothing here can.
         """
-        if reach or readable:
-            given = f"{reach[0][0]}:{reach[0][1]}" if reach else str(readable[0])
+        if far := [f"{host}:{port}" for host, port in reach if _is_loopback(host)] or [str(path) for path in readable]:
             raise ValueError(
-                f"lease for {owner}: a pod has neither this machine's loopback nor its files ({given}); "
-                "name the proxy in the pool's network.proxy, and put programs into the pool's image"
+                f"lease for {owner}: a pod has neither this machine's loopback nor its files ({far[0]}); serve at an "
+                "address that pods reach (rollout.servers.host), and put programs into the pool's image"
             )
         api, leases = await self._open()
         spec = {
@@ -156,11 +157,6 @@ class KubernetesSandbox:
         self._agent = AgentClient(self._dial, token, self._name)
 
     @property
-    def workspace(self) -> Path:
-        """Never there: raises SandboxError."""
-        raise SandboxError(f"{self._name}: its workspace is in a pod, not on this machine; use read, write, snapshot")
-
-    @property
     def pod(self) -> str:
         """Name of the pod."""
         return str(self._held.status["pod"])
@@ -237,6 +233,17 @@ class KubernetesSandbox:
         answer = await self._ask("PUT", file_target(path), data)
         check_arrived(self._name, answer, data)
 
+    async def remove(self, path: str) -> None:
+        self._alive()
+        paths.parts_of(path)
+        await self._ask("DELETE", file_target(path))
+
+    async def files(self) -> list[str]:
+        self._alive()
+        most = self._config.limits.workspace_bytes
+        said = await self._ask("GET", f"/files?limit={most}", limit=most)
+        return [os.fsdecode(path) for path in said.split(b"\0")[:-1]]
+
     async def freeze(self) -> None:
         self._alive(expired=False)
         target = f"/freeze?limit={self._config.limits.workspace_bytes}"
@@ -286,6 +293,13 @@ class KubernetesSandbox:
         self._held.check()
         if expired and time.monotonic() > self._deadline:
             raise LeaseExpired(f"{self._name} is past its deadline; take a new lease")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _unless_ended(held: Held, work: Coroutine[Any, Any, T]) -> T:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from occamy.contracts.record import Record
 from occamy.sandboxes.config import Limits
@@ -18,6 +18,8 @@ POD_LIMITS = Limits(memory_bytes=1536 << 20, workspace_bytes=1 << 30)
 class KubernetesSandboxConfig(Record):
     """Where leases are made, and how their pods are reached."""
 
+    backend: Literal["kubernetes"] = "kubernetes"
+    """Pods of the sandbox operator."""
     namespace: str
     """The tenant's namespace, with its pools."""
     kubeconfig: Path | None = None
@@ -43,6 +45,10 @@ class KubernetesSandboxConfig(Record):
     heartbeat_seconds: int | None = Field(default=120, ge=5, le=3600)
     """A lease whose holder was not heard of for so long is taken away; None leaves that to its deadline. Our choice;
     clocks of holder and operator may differ by a part of it only."""
+    python: str = "python3"
+    """Python of the pool's image, for agent programs that bring none."""
+    programs: str = Field(default="/opt/harnesses", pattern="^/")
+    """Folder of the pool's image with a folder for each agent program, as in the image occamy-rollout."""
     api_seconds: float = Field(default=15.0, gt=0)
     """For one call to the API server. Our choice."""
     release_seconds: float = Field(default=5.0, gt=0)
@@ -51,3 +57,9 @@ class KubernetesSandboxConfig(Record):
     """Free disk of the node below which nothing runs and failures count as infrastructure's, bytes. Our choice."""
     limits: Limits = POD_LIMITS
     """Resource limits of each command; the kernel's own count of processes is the node's (podPidsLimit)."""
+
+    @field_validator("limits", mode="before")
+    @classmethod
+    def _others_stay(cls, given: Any) -> Any:
+        """Naming one limit leaves the others as they are for pods."""
+        return {**POD_LIMITS.model_dump(), **given} if isinstance(given, dict) else given

@@ -106,6 +106,16 @@ class Inside:
             self._writable("write")
             await asyncio.to_thread(paths.write_file, self.workspace, path, data)
 
+    async def remove(self, path: str) -> None:
+        """Raises as `Sandbox.remove` does."""
+        async with self._starting:
+            self._writable("remove")
+            await asyncio.to_thread(paths.remove_file, self.workspace, path)
+
+    async def files(self, limit: int) -> list[str]:
+        """Raises as `Sandbox.files` does."""
+        return await asyncio.to_thread(archive.files, self.workspace, limit)
+
     async def freeze(self, limit: int) -> None:
         """Kill every process but this one, for good. Raises as `Sandbox.freeze` does. Safe to repeat."""
         async with self._starting:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from urllib.parse import quote
 
 from occamy.sandboxes import protocol
-from occamy.sandboxes.kubernetes.http import Head, Malformed, make_head, read_body, read_chunks, read_head
+from occamy.sandboxes.kubernetes.http import HEAD_BYTES, Head, Malformed, make_head, read_body, read_chunks, read_head
 from occamy.sandboxes.protocol import PathRefused, SandboxDied, SandboxError, ShortWrite
 
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -119,8 +119,11 @@ class AgentClient:
 
 
 def file_target(path: str) -> str:
-    """Where a workspace file is read and written."""
-    return f"/file?path={quote(path, safe='/', errors='surrogateescape')}"
+    """Where a workspace file is read, written and removed. Raises PathRefused for a path that fits no request."""
+    target = f"/file?path={quote(path, safe='/', errors='surrogateescape')}"
+    if len(target) > HEAD_BYTES // 2:
+        raise PathRefused(f"{path[:100]!r}...: {len(path)} characters; give a shorter path")
+    return target
 
 
 def check_arrived(who: str, answer: bytes, data: bytes) -> None:
