@@ -15,7 +15,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := train,harness,pipeline,operator,ui,dev
+EXTRAS := train,harness,pipeline,operator,kubernetes,ui,dev
 
 PROFILE ?= laptop
 SEED ?= 1
