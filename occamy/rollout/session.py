@@ -241,7 +241,7 @@ class RolloutSession:
         if self._failures_in_row >= self._config.infra_failure_limit:
             raise RolloutStopped(
                 f"{self._failures_in_row} episodes in a row failed on infrastructure, last {record.episode_id}: "
-                f"{record.error}; start the engine and resume in {self._folder}"
+                f"{record.error}; put that right and resume in {self._folder}"
             )
 
     def _tool_server(self, stack: ExitStack) -> ToolServer | None:
