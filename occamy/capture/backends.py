@@ -136,11 +136,12 @@ class EngineBackend:
             stop=call.wanted.stop,
             seed=call.seed if options.seed is None else options.seed,
         )
+        prompt = orjson.Fragment(call.step.prompt_json())
         while True:
             failure: EngineError | None = None
             try:
                 async with self._gate.inside(hold):
-                    got = await self._client.generate(call.input_ids, sampling)
+                    got = await self._client.generate(prompt, sampling)
                 if got.finish_reason != "abort":
                     return Answer(
                         got.output_ids, got.logprobs, got.weight_version, got.finish_reason, got.cached_tokens

@@ -54,7 +54,7 @@ class Call:
     """Whether another attempt at the turn was under way when this one was asked for."""
     prefix: Prefix
     input_ids: Ids
-    """P_t, read-only and without a copy; orjson writes it with OPT_SERIALIZE_NUMPY."""
+    """P_t, read-only and without a copy; `step.prompt_json()` is its JSON."""
     cached_tokens: int
     max_new_tokens: int
     seed: int

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from occamy.capture.backends import Gate
+from occamy.capture.bodies import Bodies
 from occamy.capture.call import ContextLimitError
 from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
@@ -57,6 +58,8 @@ class Episode:
     setup: EpisodeSetup
     gate: Gate = field(default_factory=Gate)
     """Holds the episode's calls while it is paused."""
+    bodies: Bodies = field(default_factory=Bodies)
+    """Of its last chat requests on record."""
     closed: bool = False
     writes: set[asyncio.Task[None]] = field(default_factory=set)
     """Commits under way."""
@@ -78,10 +81,9 @@ class Episode:
         """Raise ApiError 403 once the turns or the tokens of the budget are used up."""
         if (budget := self.setup.budget) is None:
             return
-        turns = self.recorder.turns
-        if len({turn.ordinal for turn in turns}) >= budget.turns:
+        if self.recorder.answered >= budget.turns:
             self.used_up = f"budget of {budget.turns} turns is used up"
-        elif sum(len(turn.output) for turn in turns) >= budget.tokens:
+        elif self.recorder.sampled >= budget.tokens:
             self.used_up = f"budget of {budget.tokens} tokens is used up"
         if self.used_up:
             raise ApiError(403, self.used_up, "budget_used_up")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from occamy.capture.messages import PRINT
@@ -20,6 +21,7 @@ class Tokens:
     def __init__(self, ids: Ids | Sequence[int] = ()) -> None:
         self._buffer: Ids = np.array(ids, np.int32)
         self._size = len(self._buffer)
+        self._json, self._written = b"[]", 0
 
     def __len__(self) -> int:
         return self._size
@@ -30,8 +32,21 @@ class Tokens:
         shown.flags.writeable = False
         return shown
 
+    def json(self, size: int) -> bytes:
+        """Return the first `size` ids as a JSON array. Writes only what follows those that were asked for last."""
+        if size < self._written:
+            self._json, self._written = b"[]", 0
+        if size > self._written:
+            new = orjson.dumps(self._buffer[self._written : size], option=orjson.OPT_SERIALIZE_NUMPY)
+            comma = b"," if self._written else b""
+            self._json = b"".join((memoryview(self._json)[:-1], comma, memoryview(new)[1:]))
+            self._written = size
+        return self._json
+
     def regrow(self, keep: int, *parts: Sequence[int]) -> None:
         """Keep the first `keep` ids and append the parts. Costs O(appended), amortised."""
+        if keep < self._written:
+            self._json, self._written = b"[]", 0
         size = keep + sum(map(len, parts))
         if size > len(self._buffer):
             grown = np.empty(max(size, 2 * len(self._buffer)), np.int32)
@@ -79,6 +94,10 @@ class Step:
     def prompt(self) -> Ids:
         """Return P_t."""
         return self.segment.ids.view(self.prompt_tokens)
+
+    def prompt_json(self) -> bytes:
+        """Return P_t as a JSON array."""
+        return self.segment.ids.json(self.prompt_tokens)
 
 
 @dataclass(slots=True, eq=False)

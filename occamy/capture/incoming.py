@@ -46,10 +46,6 @@ class Reader:
         self._rules, self._given = rules, given
         self._recent: dict[str, list[Request]] = {}
 
-    def recent(self, role: str) -> list[list[Message]]:
-        """Messages of the last requests of a role, the latest first."""
-        return [request.messages for request in self._recent.get(role, ())]
-
     def read(self, role: str, messages: list[Message], tools: list[Any]) -> Request:
         """Return the request with its fingerprints and links."""
         role = self._asked(messages[-1]) or role if role == "root" else role

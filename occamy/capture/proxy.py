@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
 import time
@@ -44,7 +43,6 @@ class _Incoming:
     episode: Episode
     call: Call
     request: ChatRequest | TextRequest
-    digest: str
     started: float
 
 
@@ -81,7 +79,7 @@ class Proxy:
     async def _chat(self, request: Request) -> Response:
         episode, role = self._authorise(request)
         started, raw = time.perf_counter(), await read_body(request)
-        chat = parse_chat(raw, episode.recorder.recent(role))
+        chat = parse_chat(raw, episode.bodies)
         rewrite = request.headers.get(_REWRITE_HEADER)
         if rewrite is not None and rewrite not in REWRITES:
             raise ApiError(400, f"{_REWRITE_HEADER}: {rewrite!r} is none of {', '.join(REWRITES)}", "invalid_value")
@@ -90,7 +88,8 @@ class Proxy:
         wanted = chat.options.wanted
         with episode.beginning():
             call = episode.recorder.begin(role, chat.messages, chat.tools, rewrite=rewrite, wanted=wanted)
-        return await self._answer(request, _Incoming(episode, call, chat, _sha256(raw), started), chat_answer)
+        episode.bodies.keep(chat.read)
+        return await self._answer(request, _Incoming(episode, call, chat, started), chat_answer)
 
     async def _completions(self, request: Request) -> Response:
         episode, role = self._authorise(request)
@@ -101,7 +100,7 @@ class Proxy:
         episode.refuse_over_budget()
         with episode.beginning():
             call = episode.recorder.begin_text(role, ids, wanted=asked.options.wanted)
-        return await self._answer(request, _Incoming(episode, call, asked, _sha256(raw), started), text_answer)
+        return await self._answer(request, _Incoming(episode, call, asked, started), text_answer)
 
     async def _models(self, request: Request) -> Response:
         episode, _ = self._authorise(request)
@@ -188,7 +187,7 @@ class Proxy:
             }
         ).decode()
         seconds = time.perf_counter() - incoming.started
-        exchange = Exchange(incoming.digest, call.history.hex(), sampling, answer.engine_cached_tokens, seconds)
+        exchange = Exchange(incoming.request.digest, call.history.hex(), sampling, answer.engine_cached_tokens, seconds)
         await self._episodes.add_turn(episode, turn, exchange)
         self._metrics.answered(turn.prefix, turn.prompt_tokens, turn.cached_tokens, len(turn.output), seconds)
         return Answered(recorder.episode_id, turn, message, options)
@@ -273,7 +272,3 @@ async def _no_route(request: Request, error: Exception) -> Response:
 async def _broken(request: Request, error: Exception) -> Response:
     """A defect of ours, which uvicorn logs."""
     return error_response(ApiError(500, f"the proxy failed: {error!r}", "internal_error"))
-
-
-def _sha256(raw: bytes) -> str:
-    return hashlib.sha256(raw).hexdigest()

@@ -33,7 +33,8 @@ _ANY = Wanted()
 class Recorder:
     """Records one episode. Not thread-safe.
 
-    `turns` holds the recorded attempts in order of completion; `quarantine` the first reason found, if any.
+    `turns` holds the recorded attempts in order of completion; `quarantine` the first reason found, if any. `answered`
+    counts the turns that have an attempt, `sampled` the tokens of all attempts.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Recorder:
     ) -> None:
         self.episode_id = episode_id
         self.turns: list[Turn] = []
+        self.answered = self.sampled = 0
         self.quarantine: QuarantineReason | None = None
         self._renderer, self._seed, self._limit = renderer, seed, context_limit
         self._rules, self._mixed = rules, mixed_versions
@@ -89,10 +91,6 @@ class Recorder:
         recorder._ordinals = max(steps, default=-1) + 1
         recorder.quarantine = quarantine or recorder.quarantine
         return recorder
-
-    def recent(self, role: str) -> list[list[Message]]:
-        """Messages of the last requests of a role, the latest first; they are not to be changed."""
-        return self._reader.recent(role)
 
     def begin(
         self,
@@ -286,6 +284,8 @@ class Recorder:
     def _keep(self, step: Step, turn: Turn, message: Message) -> None:
         """Take an answer into the record."""
         print_ = self._dialogue.hand_out(message)
+        self.answered += not step.attempts
+        self.sampled += len(turn.output)
         step.attempts[turn.attempt] = Attempt(turn.output, print_)
         self._runs.answered(turn.role, extend_chain(step.key[-1], [print_])[0], step, turn.attempt)
         self.turns.append(turn)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ class Renderer:
     def encode(self, text: str) -> Ids:
         """Return the ids of a text, special tokens recognised, none added."""
         parts = self._backend.encode_batch_fast(text.split(_BREAK), add_special_tokens=False)
-        return tuple(i for part in parts for i in part.ids)
+        return tuple(chain.from_iterable(part.ids for part in parts))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens shown."""

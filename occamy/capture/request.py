@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from occamy.capture.bodies import Bodies, Body
 from occamy.capture.call import Wanted
 from occamy.capture.messages import Message
 
@@ -91,6 +92,10 @@ class ChatRequest:
     options: Options
     messages: list[Message]
     tools: list[Any]
+    digest: str
+    """sha256 of the raw body, hexadecimal."""
+    read: Body = field(compare=False, repr=False)
+    """The body, for `Bodies.keep` once the request is on record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +105,42 @@ class TextRequest:
     options: Options
     prompt: str | list[int]
     """Text, special tokens recognised, or token ids."""
+    digest: str
+    """sha256 of the raw body, hexadecimal."""
 
 
-def parse_chat(raw: bytes, known: Sequence[list[Message]] = ()) -> ChatRequest:
+def parse_chat(raw: bytes, bodies: Bodies) -> ChatRequest:
     """Read a chat-completions body. Raises ApiError 400 naming the parameter.
 
-    `known` are messages of valid requests before, the latest first: of a request that begins with some only the new
-    ones are checked.
+    `bodies` are those on record: of one that goes on from some only the new messages are read and checked.
     """
-    body = _object(raw, _KNOWN_CHAT, _NEUTRAL_CHAT)
+    read = _read(raw, bodies)
+    body = _object(read.value, _KNOWN_CHAT, _NEUTRAL_CHAT)
     options = _options(body, _max_tokens(body), _flag(body, "logprobs"))
-    return ChatRequest(body, options, _messages(body.get("messages"), known), _tools(body.get("tools")))
+    messages, tools = _messages(body.get("messages"), read.old), _tools(body.get("tools"))
+    return ChatRequest(body, options, messages, tools, read.digest, read)
 
 
 def parse_text(raw: bytes) -> TextRequest:
     """Read a body of /v1/completions: one prompt. Raises ApiError 400 naming the parameter."""
-    body = _object(raw, _KNOWN_TEXT, _NEUTRAL_TEXT)
+    read = _read(raw, Bodies())
+    body = _object(read.value, _KNOWN_TEXT, _NEUTRAL_TEXT)
     asked = _positive("max_tokens", _whole(body, "max_tokens"))
     return TextRequest(
         _options(body, _TEXT_TOKENS if asked is None else asked, body.get("logprobs") is not None),
         _prompt(body.get("prompt")),
+        read.digest,
     )
 
 
-def _object(raw: bytes, known: Set[str], neutral: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+def _read(raw: bytes, bodies: Bodies) -> Body:
     try:
-        body = orjson.loads(raw)
+        return bodies.read(raw)
     except orjson.JSONDecodeError as e:
         raise ApiError(400, f"the body is not JSON: {e}", "invalid_json") from e
+
+
+def _object(body: Any, known: Set[str], neutral: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise _bad("body", "send a JSON object")
     if unknown := body.keys() - known:
@@ -163,10 +176,10 @@ def _bad(param: str, fix: str) -> ApiError:
     return ApiError(400, f"{param}: {fix}", "invalid_value", param=param)
 
 
-def _messages(messages: Any, known: Sequence[list[Message]]) -> list[Message]:
+def _messages(messages: Any, checked: int) -> list[Message]:
+    """Check and normalise messages, of which the first ones were checked before."""
     if not isinstance(messages, list) or not messages:
         raise _bad("messages", "send a non-empty list")
-    checked = next((len(before) for before in known if messages[: len(before)] == before), 0)
     for i, message in enumerate(messages[checked:], checked):
         if not isinstance(message, dict) or str(message.get("role")) not in _ROLES:
             raise _bad(f"messages[{i}]", f"needs a role out of {sorted(_ROLES)}")

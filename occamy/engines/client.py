@@ -20,6 +20,7 @@ from occamy.engines.contract import (
     Sampling,
     Score,
     TokenIds,
+    WrittenIds,
     generation,
     generations,
     message_of,
@@ -60,7 +61,7 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def generate(self, input_ids: TokenIds, sampling: Sampling, rid: str | None = None) -> Generation:
+    async def generate(self, input_ids: WrittenIds, sampling: Sampling, rid: str | None = None) -> Generation:
         """Sample one answer to `input_ids`. Waits while this client is paused. Raises EngineError.
 
         A cancelled call aborts its request on the engine.
@@ -68,7 +69,7 @@ class EngineClient:
         return (await self.generate_n(input_ids, sampling, 1, rid))[0]
 
     async def generate_n(
-        self, input_ids: TokenIds, sampling: Sampling, n: int, rid: str | None = None
+        self, input_ids: WrittenIds, sampling: Sampling, n: int, rid: str | None = None
     ) -> list[Generation]:
         """Sample up to `n` answers: an engine may answer n > 1 with a list or with one object. Raises EngineError."""
         body = _body(wire_ids(input_ids), sampling.wire(n))

@@ -1,8 +1,9 @@
 """What the recording proxy adds to a call, early and late in episodes of 100K tokens: ``make bench-capture``.
 
-Not a test. The recording proxy, a baseline that renders and tokenises the whole history at every call, and a floor that
-parses and hashes the request body stand in front of the same stub engine, in one run. "Long prompt": nine tenths of the
-tokens come with the first message. "Growing": every turn brings its share.
+Not a test. The recording proxy, a baseline that renders and tokenises the whole history at every call, and a relay that
+parses and hashes the body and sends as many ids on stand in front of the same stub engine, in one run; the floor is
+parsing and hashing alone. "Long prompt": nine tenths of the tokens come with the first message. "Growing":
+every turn brings its share.
 """
 
 from __future__ import annotations
@@ -113,6 +114,26 @@ async def baseline(tokenizer: Path, engine: str) -> web.Application:
         ]
         message = {"role": "assistant", "content": answer.content, "tool_calls": calls}
         return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]})
+
+    app = web.Application(client_max_size=2**30)
+    app.router.add_post("/{path:.*}/chat/completions", chat)
+    return app
+
+
+async def relay(tokenizer: Path, engine: str) -> web.Application:
+    """What no proxy can do without: reads, parses and hashes the body, sends as many ids on, answers."""
+    http = aiohttp.ClientSession()
+    call = {"id": "c0", "type": "function", "function": {"name": "read", "arguments": '{"id": "A01"}'}}
+    answer = orjson.dumps({"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]})
+
+    async def chat(request: web.Request) -> web.Response:
+        raw = await request.read()
+        orjson.loads(raw)
+        hashlib.sha256(raw).digest()
+        asked = b'{"input_ids": [%b1]}' % (b"1000," * (len(raw) // BYTES_PER_TOKEN))
+        async with http.post(f"{engine}/generate", data=asked) as response:
+            await response.read()
+        return web.Response(body=answer, content_type="application/json")
 
     app = web.Application(client_max_size=2**30)
     app.router.add_post("/{path:.*}/chat/completions", chat)
@@ -321,9 +342,10 @@ async def benchmark(episodes: int) -> dict[str, Any]:
         tokenizer_folder(tokenizer)
         with started(serve, stub_engine, (tokenizer,)) as engine:
             with started(serve, baseline, (tokenizer, engine.url)) as side:
-                slow = {
-                    g: await measure(side, engine, g, max(1, episodes // 4), recording=False) for g in (False, True)
-                }
+                few = max(1, episodes // 4)
+                slow = {g: await measure(side, engine, g, few, recording=False) for g in (False, True)}
+            with started(serve, relay, (tokenizer, engine.url)) as side:
+                bare = {g: await measure(side, engine, g, episodes, recording=False) for g in (False, True)}
             with started(serve_proxy, tokenizer, engine.url) as side:
                 fast = {g: await measure(side, engine, g, episodes, recording=True) for g in (False, True)}
                 many = await crowd(side, 64, 10)
@@ -331,12 +353,14 @@ async def benchmark(episodes: int) -> dict[str, Any]:
                 mib = await memory(side, 4)
     workloads = {}
     for grows, name in ((False, "long prompt"), (True, "growing")):
-        first, last, old = fast[grows][0], fast[grows][-1], slow[grows][-1]
+        first, last, old, least = fast[grows][0], fast[grows][-1], slow[grows][-1], bare[grows][-1]
         workloads[name] = {
             "recording": fast[grows],
             "re-rendering": slow[grows],
+            "relay": bare[grows],
             "p50 at turn 200 / turn 1": round(last["added_ms_p50"] / first["added_ms_p50"], 2),
             "cpu at turn 200, re-rendering / recording": round(old["cpu_ms"] / last["cpu_ms"], 1),
+            "cpu at turn 200, recording / relay": round(last["cpu_ms"] / least["cpu_ms"], 2),
             "cpu at turn 200, recording / floor": round(last["cpu_ms"] / last["floor_cpu_ms"], 2),
         }
     return {
@@ -357,7 +381,7 @@ def main() -> None:
     result = asyncio.run(benchmark(args.episodes))
     for name, workload in result["workloads"].items():
         print(name)
-        for kind in ("recording", "re-rendering"):
+        for kind in ("recording", "re-rendering", "relay"):
             for row in workload[kind]:
                 figures = "  ".join(f"{k} {v:8.2f}" for k, v in row.items() if k != "turn")
                 print(f"  {kind:13} turn {row['turn']:3}  {figures}")

@@ -10,9 +10,12 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from occamy.capture import incoming
 from occamy.capture.call import Call
+from occamy.capture.history import Tokens
 from occamy.capture.recorder import Recorder
 from occamy.capture.render import Renderer
 from occamy.contracts.capture import CaptureRules
@@ -57,6 +60,27 @@ def test_only_new_messages_are_tokenised(tokenizer_dir: Path, monkeypatch: pytes
         told = f"<tool>D{RESULT}{turn - 1}<assistant>" if turn else "<system>check<user>check A01<assistant>"
         assert [t for t in texts if t != SAID] == [told]
         texts.clear()
+
+
+def test_the_json_of_a_prompt_is_extended(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    plain = orjson.dumps
+    for call, *_ in converse(renderer, 30, "F"):
+        with monkeypatch.context() as patch:
+            patch.setattr(orjson, "dumps", lambda ids, option: (written.append(len(ids)), plain(ids, option=option))[1])
+            sent = call.step.prompt_json()
+        assert orjson.loads(sent) == call.input_ids.tolist()
+        assert written.pop() < 1000
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 99), max_size=4), st.integers(0, 9)), max_size=9))
+def test_ids_are_written_as_they_are(steps: list[tuple[int, list[int], int]]) -> None:
+    tokens, ids = Tokens(), list[int]()
+    for keep, new, size in steps:
+        ids = ids[:keep] + new
+        tokens.regrow(min(keep, len(tokens)), new)
+        assert orjson.loads(tokens.json(min(size, len(ids)))) == ids[:size]
+        assert orjson.loads(tokens.json(len(ids))) == ids
 
 
 def test_children_that_take_turns_are_not_hashed_anew(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
