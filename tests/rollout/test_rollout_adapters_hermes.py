@@ -115,7 +115,7 @@ def test_faults_of_the_endpoint_are_infrastructure_and_a_silent_policy_is_not(
     _, here = load_adapter("hermes")
     hasty = AdapterHarness(hermes.adapter.model_copy(update={"stall_seconds": 3.0}), here)
     task = patient(load_release(release).select(pool="short")[0])
-    short = BUDGET.model_copy(update={"wall_seconds": 1.0})  # on top of what Hermes has to start
+    short = BUDGET.model_copy(update={"wall_seconds": 20.0})  # on top of what Hermes has to start
     task = task.model_copy(update={"meta": task.meta.model_copy(update={"budget": short})})
 
     def write(prompt: str) -> str | None:
