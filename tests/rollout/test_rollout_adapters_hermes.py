@@ -135,7 +135,8 @@ def test_faults_of_the_endpoint_are_infrastructure_and_a_silent_policy_is_not(
         record = results[name].record
         assert (record.outcome, record.quarantine) == (Outcome.infra_failed, QuarantineReason.infra_failed)
     assert "the endpoint failed" in results["500"].record.error
-    assert "a model call was pending for" in results["HANG"].record.error
+    # the episode's time or the engine's own, whichever is over first
+    assert re.search("a model call was pending for|no answer within", results["HANG"].record.error)
     silent = results["EMPTY"].record
     assert (silent.outcome, silent.quarantine, silent.reward) == (Outcome.agent_failed, None, 0.0)
     assert re.search("empty|No reply", silent.error)
