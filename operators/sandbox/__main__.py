@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from random import SystemRandom
 
 import kopf
+import uvloop
 from aiohttp import web
 
 from operators.sandbox.api import Api
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     kopf.configure(debug=args.debug, log_format=kopf.LogFormat.JSON)
     if not args.debug:
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # it tells of every event
-    asyncio.run(run(args.namespace, args.host, args.port, args.resync_seconds))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # TLS in C: a fifth of the CPU less
+        runner.run(run(args.namespace, args.host, args.port, args.resync_seconds))
 
 
 async def run(namespaces: Sequence[str], host: str, port: int, resync_s: float) -> None:
@@ -61,7 +63,7 @@ async def run(namespaces: Sequence[str], host: str, port: int, resync_s: float) 
         for task in (watching, *background):
             task.cancel()
         await asyncio.gather(watching, *background, return_exceptions=True)
-        reconciler.queue.close()
+        reconciler.close()
         await runner.cleanup()
         await api.close()
 

@@ -16,6 +16,8 @@ from operators.sandbox.views import Lease, Pool, moment
 COMPONENT = "occamy-sandbox-operator"
 _WAITING = 1000
 """Events beyond which the newest are dropped: they inform, nothing depends on them."""
+_LATER_S = 0.5
+"""A first event waits so long, behind the claims that came with it. Our choice."""
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +59,15 @@ class Events:
     async def work(self) -> None:
         """Post events until cancelled."""
         while True:
-            namespace, body = await self._queue.get()
-            try:
-                await self._api.call("POST", path("events", namespace), body)
-            except (ApiError, Unclear) as e:
-                log.warning("event not posted", extra={"reason": body["reason"], "error": str(e)})
+            if self._queue.empty():
+                first = await self._queue.get()
+                await asyncio.sleep(_LATER_S)
+                await self._post(*first)
+            else:
+                await self._post(*self._queue.get_nowait())
+
+    async def _post(self, namespace: str, body: Mapping[str, Any]) -> None:
+        try:
+            await self._api.call("POST", path("events", namespace), body)
+        except (ApiError, Unclear) as e:
+            log.warning("event not posted", extra={"reason": body["reason"], "error": str(e)})

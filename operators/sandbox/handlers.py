@@ -6,6 +6,7 @@ its limit and no finalizer: kopf's timers and daemons would add one, and deletin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import kopf
@@ -17,6 +18,20 @@ from operators.sandbox.models import GROUP, VERSION
 from operators.sandbox.reconcile import Reconciler
 from operators.sandbox.snapshots import judge_snapshot
 from operators.sandbox.views import POOL_LABEL, Lease, Pod, Pool
+
+
+class Nothing(kopf.DiffBaseStorage):
+    """What kopf compares objects with to find out what changed. It has no handler here that would ask; without this it
+    copies every object of every event for it, a fifth of the operator's CPU."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Nothing is kept on the objects."""
 
 
 def make_registry(api: Api, reconciler: Reconciler, freshness: Freshness) -> kopf.OperatorRegistry:
@@ -78,5 +93,6 @@ def make_settings() -> kopf.OperatorSettings:
     settings.networking.request_timeout = 30
     settings.networking.error_backoffs = [0.2, 0.5, 1, 2, *[5] * 720]
     settings.queueing.error_delays = [0.5, 1, 2, 5]
+    settings.persistence.diffbase_storage = Nothing()
     settings.persistence.finalizer = f"{GROUP}/unused"
     return settings

@@ -21,7 +21,9 @@ from operators.sandbox.views import Lease, Pod, Pool
 
 log = logging.getLogger(__name__)
 
-_WORKERS = 16
+_WORKERS = {"pool": 4, "lease": 4}
+"""Apart, so that claims never wait behind the filling of pools; and few, so that the first of many claims at once is
+bound long before the last rather than all of them at the end. Our choice."""
 _SETTLE_S = 0.2
 """Pods change in bursts: a pool is planned once for all that happens in this time, and refilled after the claims that
 emptied it rather than among them. Our choice."""
@@ -41,7 +43,7 @@ class Reconciler:
 
     def __init__(self, api: Api, cache: Cache, pods: Pods, events: Events) -> None:
         self.api, self.cache, self.pods, self.events = api, cache, pods, events
-        self.queue: Queue[Key] = Queue()
+        self._queues: dict[str, Queue[Key]] = {kind: Queue() for kind in _WORKERS}
         self._agent_sandbox = AgentSandbox(api, cache)
         self.seen: dict[str, float] = {}
         """When each lease was first seen, by UID: claim latency counts from there."""
@@ -51,32 +53,38 @@ class Reconciler:
     async def work(self) -> None:
         """Run the workers until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(_WORKERS):
-                group.create_task(self._worker())
+            for kind, count in _WORKERS.items():
+                for _ in range(count):
+                    group.create_task(self._worker(self._queues[kind]))
+
+    def close(self) -> None:
+        """Cancel what is planned for later."""
+        for queue in self._queues.values():
+            queue.close()
 
     def pool_changed(self, pool: Pool) -> None:
         """Something about the pool itself is new."""
-        self.queue.add(Key("pool", pool.namespace, pool.name))
+        self._queues["pool"].add(Key("pool", pool.namespace, pool.name))
         self._wake_leases(pool.namespace, pool.name)
 
     def lease_changed(self, lease: Lease) -> None:
         """Something about the lease is new."""
         self.seen.setdefault(lease.uid, time.time())
-        self.queue.add(Key("lease", lease.namespace, lease.name))
+        self._queues["lease"].add(Key("lease", lease.namespace, lease.name))
 
     def lease_gone(self, lease: Lease) -> None:
         """The lease exists no more."""
         self.seen.pop(lease.uid, None)
         self._unclear.discard(lease.uid)
-        self.queue.add(Key("pool", lease.namespace, lease.pool))
+        self._queues["pool"].add(Key("pool", lease.namespace, lease.pool))
 
     def pod_changed(self, pod: Pod) -> None:
         """Something about a pod is new, or it is gone."""
         pool = self.cache.pools.get(pod.pool_uid)
         if pod.lease_uid:
-            self.queue.add(Key("lease", pod.namespace, pod.lease))
+            self._queues["lease"].add(Key("lease", pod.namespace, pod.lease))
         if pool is not None:
-            self.queue.add_after(Key("pool", pool.namespace, pool.name), _SETTLE_S)
+            self._queues["pool"].add_after(Key("pool", pool.namespace, pool.name), _SETTLE_S)
             if not pod.lease_uid or self.cache.pods.get(pod.uid) is None:
                 self._wake_leases(pool.namespace, pool.name)
 
@@ -84,25 +92,25 @@ class Reconciler:
         """Leases that wait for a pod, oldest first."""
         waiting = self.cache.leases.where("waiting", f"{namespace}/{pool}")
         for lease in sorted(waiting, key=lambda lease: (lease.created, lease.uid)):
-            self.queue.add(Key("lease", lease.namespace, lease.name))
+            self._queues["lease"].add(Key("lease", lease.namespace, lease.name))
 
-    async def _worker(self) -> None:
+    async def _worker(self, queue: Queue[Key]) -> None:
         while True:
-            key = await self.queue.get()
+            key = await queue.get()
             about = {"kind": key.kind, "namespace": key.namespace, "object": key.name}
             try:
                 await (self._pool(key) if key.kind == "pool" else self._lease(key))
-                self.queue.forget(key)
+                queue.forget(key)
             except (ApiError, Unclear) as e:
                 metrics.ERRORS.labels(key.kind, type(e).__name__).inc()
-                delay = self.queue.retry(key, getattr(e, "retry_s", None) or 0.0)
+                delay = queue.retry(key, getattr(e, "retry_s", None) or 0.0)
                 log.warning("reconcile failed", extra={**about, "error": str(e), "retry_s": round(delay, 2)})
             except Exception as e:  # one object's fault must not end the workers; it is counted and seen
                 metrics.ERRORS.labels(key.kind, type(e).__name__).inc()
-                self.queue.retry(key, 1.0)
+                queue.retry(key, 1.0)
                 log.exception("reconcile failed", extra=about)
             finally:
-                self.queue.done(key)
+                queue.done(key)
 
     async def _pool(self, key: Key) -> None:
         pool = self.cache.pools.named(key.namespace, key.name)
@@ -110,7 +118,7 @@ class Reconciler:
             return
         if pool.spec is not None and pool.spec.backend is Backend.agent_sandbox:
             await self._pool_status(pool, await self._agent_sandbox.keep_pool(pool))
-            self.queue.add_after(key, 10 * POLL_S)
+            self._queues[key.kind].add_after(key, 10 * POLL_S)
             return
         now = time.time()
         plan = plan_pool(pool, self.pods.observe(pool, now), now)
@@ -131,10 +139,10 @@ class Reconciler:
             now = time.time()
             plan = plan_pool(pool, self.pods.observe(pool, now), now)
             if plan.create or plan.delete:
-                self.queue.add(key)
+                self._queues[key.kind].add(key)
         await self._pool_status(pool, plan.status)
         if plan.wake is not None:
-            self.queue.add_after(key, plan.wake - now)
+            self._queues[key.kind].add_after(key, plan.wake - now)
 
     async def _pool_status(self, pool: Pool, status: PoolStatus) -> None:
         metrics.observe_pool(pool, self.cache.pods.where("pool", pool.uid))
@@ -166,7 +174,7 @@ class Reconciler:
                 plan = plan_lease(lease, self.pods.observe_lease(lease, pool, now), now)
             if not await self._act(lease, pool, plan, now):
                 if plan.wake is not None:
-                    self.queue.add_after(key, plan.wake - now)
+                    self._queues[key.kind].add_after(key, plan.wake - now)
                 return
 
     async def _act(self, lease: Lease, pool: Pool | None, plan: LeasePlan, now: float) -> bool:
