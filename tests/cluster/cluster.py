@@ -20,6 +20,7 @@ from pytest_kubernetes.providers.base import AClusterManager
 
 from .certificates import client_entry, new_key, signing_request, write_kubeconfig
 from .control_plane import ControlPlane
+from .daemons import PATIENCE_S
 
 T = TypeVar("T")
 
@@ -99,7 +100,7 @@ class Cluster:
             approved = client.V1CertificateSigningRequestCondition(type="Approved", status="True", reason="Tests")
             created.status = client.V1CertificateSigningRequestStatus(conditions=[approved])
             api.replace_certificate_signing_request_approval(stem, created)
-            signed = eventually(lambda: api.read_certificate_signing_request(stem).status.certificate, 30)
+            signed = eventually(lambda: api.read_certificate_signing_request(stem).status.certificate)
         finally:
             api.delete_certificate_signing_request(stem)
         pem = (self.folder / f"{stem}.key").read_bytes()
@@ -124,7 +125,7 @@ class Cluster:
         name = f"{prefix}-{secrets.token_hex(4)}"
         api.create_namespace({"metadata": {"name": name}})
         try:
-            eventually(lambda: api.list_namespaced_service_account(name).items, 30)
+            eventually(lambda: api.list_namespaced_service_account(name).items)
             yield name
         finally:
             api.delete_namespace(name)
@@ -150,8 +151,8 @@ class Cluster:
         return write_kubeconfig(self.folder / f"{stem}.kubeconfig", cluster, user)
 
 
-def eventually(ask: Callable[[], T], seconds: float = 150) -> T:
-    """The first answer that is true.
+def eventually(ask: Callable[[], T], seconds: float = PATIENCE_S) -> T:
+    """The first answer that is true. The time bounds a hang, and decides nothing on a slow machine.
 
     Raises:
         TimeoutError: there was none in that time. The message holds the last answer.

@@ -131,6 +131,8 @@ class ControlPlane(AClusterManager):
             f"--cluster-signing-key-file={self.authority.pair.key}",
             f"--service-account-private-key-file={self.folder / 'pki/accounts.key'}",
             "--use-service-account-credentials",
+            "--kube-api-qps=500",  # 20 by itself: garbage collection would be what tests wait for
+            "--kube-api-burst=1000",
             *self.quiet_options(),
         )
         self.ready(int(PATIENCE_S))

@@ -114,7 +114,7 @@ class Node:
         ]
         agent = Daemon([*command, "--host", address, "--port", str(PORT)], room / "agent.log")
         self.agents[uid] = agent
-        agent.wait_until(lambda: "serves" in agent.tail(), 30)
+        agent.wait_until(lambda: "serves" in agent.tail())
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         conditions = [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in ("PodScheduled", "Ready")]
         status = {"phase": "Running", "podIP": address, "startTime": now, "conditions": conditions}

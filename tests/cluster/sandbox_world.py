@@ -18,7 +18,7 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from .cluster import Cluster, eventually
-from .daemons import Daemon, free_port
+from .daemons import PATIENCE_S, Daemon, free_port
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 OPERATOR_NAMESPACE = "occamy-system"
@@ -63,7 +63,7 @@ def install(cluster: Cluster) -> None:
         for document in yaml.safe_load_all((MANIFESTS / file).read_text()):
             with_ignored(409, call, api, "POST", places[document["kind"]], document)
     for plural in ("sandboxpools", "sandboxleases", "sandboxsnapshots"):
-        eventually(lambda plural=plural: served(api, plural), 20)  # type: ignore[misc]
+        eventually(lambda plural=plural: served(api, plural))  # type: ignore[misc]
 
 
 def served(api: client.ApiClient, plural: str) -> bool:
@@ -99,7 +99,7 @@ class World:
         served = ["--host", "127.0.0.1", "--port", str(self.port)]
         served += [] if all_namespaces else ["--namespace", self.namespace]
         self.operator = Daemon([*command, *served, *options], self.folder / "operator.log")
-        self.operator.wait_until(lambda: self.get("/healthz") is not None, 60)
+        self.operator.wait_until(lambda: self.get("/healthz") is not None)
 
     def kill(self) -> None:
         """End the operator as kill -9 does."""
@@ -109,7 +109,7 @@ class World:
     def get(self, path: str) -> str | None:
         """What the operator serves, None where it does not answer with 200."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S) as answer:
                 text: str = answer.read().decode()
                 return text
         except OSError:
@@ -160,25 +160,25 @@ class World:
         """The status of a lease, empty while there is none."""
         return (self.read("sandboxleases", lease) or {}).get("status") or {}
 
-    def until(self, lease: str, phase: str, seconds: float = 20) -> dict[str, Any]:
+    def until(self, lease: str, phase: str) -> dict[str, Any]:
         """Wait for a phase and return the status."""
 
         def reached() -> dict[str, Any] | None:
             status = self.status(lease)
             return status if status.get("phase") == phase else None
 
-        found = eventually(reached, seconds)
+        found = eventually(reached)
         assert found is not None
         return found
 
-    def ready(self, pool: str, count: int, seconds: float = 30) -> None:
+    def ready(self, pool: str, count: int) -> None:
         """Wait until that many warm pods of a pool serve, as its status tells."""
 
         def reached() -> bool:
             status = (self.read("sandboxpools", pool) or {}).get("status") or {}
             return bool(status.get("ready") == count)
 
-        eventually(reached, seconds)
+        eventually(reached)
 
     def _make(self, plural: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": kind, "metadata": {"name": name}, "spec": spec}
@@ -187,32 +187,24 @@ class World:
 
 @contextmanager
 def nodes(world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: True) -> Iterator[None]:
-    """Do to pods what a node does: mark those that `serves` chooses ready, once their secret is there, and let those
-    that are being deleted go. A finalizer stands for the time that a container takes to stop."""
-    stop = threading.Event()
-    failed: list[BaseException] = []
+    """Do to pods what a node does: mark those that `serves` chooses ready, and let those that are being deleted go. A
+    finalizer stands for the time that a container takes to stop."""
+    stop, done = threading.Event(), set[tuple[str, bool]]()
 
     def loop() -> None:
-        done: set[tuple[str, bool]] = set()
         with ThreadPoolExecutor(4) as workers:
             while not stop.is_set():
                 try:
-                    pods = world.list("pods", resourceVersion="0")
+                    for pod in following(world, stop):
+                        gone = "deletionTimestamp" in pod["metadata"]
+                        key = (pod["metadata"]["uid"], gone)
+                        if key not in done and (gone or serves(pod)):
+                            done.add(key)
+                            workers.submit(act, pod, key)
                 except Exception:  # the API server is away in some tests; a node keeps asking
-                    time.sleep(0.2)
-                    continue
-                todo = []
-                for pod in pods:
-                    gone = "deletionTimestamp" in pod["metadata"]
-                    key = (pod["metadata"]["uid"], gone)
-                    if key not in done and (gone or serves(pod)):
-                        done.add(key)
-                        todo.append((pod, key))
-                for pod, key in todo:
-                    workers.submit(act, pod, key, done)
-                time.sleep(0.02)
+                    stop.wait(0.2)
 
-    def act(pod: dict[str, Any], key: tuple[str, bool], done: set[tuple[str, bool]]) -> None:
+    def act(pod: dict[str, Any], key: tuple[str, bool]) -> None:
         try:
             settle(world, pod)
         except ApiException as problem:
@@ -227,8 +219,32 @@ def nodes(world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: Tru
         yield
     finally:
         stop.set()
-        thread.join(20)
-        assert not failed
+        thread.join(PATIENCE_S)
+
+
+def following(world: World, stop: threading.Event) -> Iterator[dict[str, Any]]:
+    """The pods of a namespace as they are now, and again as they change, for a second."""
+    listed = call(world.api, "GET", world.path("pods"))
+    yield from listed["items"]
+    query = {"watch": "true", "resourceVersion": listed["metadata"]["resourceVersion"], "timeoutSeconds": "1"}
+    answer = world.api.call_api(
+        world.path("pods"),
+        "GET",
+        query_params=list(query.items()),
+        header_params={"Accept": "application/json"},
+        auth_settings=["BearerToken"],
+        _preload_content=False,
+    )[0]
+    with answer:
+        rest = b""
+        for data in answer.stream(decode_content=False):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                event = json.loads(line)
+                if stop.is_set() or event["type"] == "ERROR":
+                    return
+                if event["type"] != "DELETED":
+                    yield event["object"]
 
 
 def settle(world: World, pod: dict[str, Any]) -> None:

@@ -94,6 +94,7 @@ def test_the_audit_log_names_verb_resource_and_outcome(cluster: Cluster, namespa
     refused(403, robot.delete_namespaced_pod, "p", namespace)
 
     path = f"/api/v1/namespaces/{namespace}/pods"
+    eventually(lambda: len(cluster.uses(user)) == 3)
     assert cluster.uses(user) == [
         Use(user, "create", "", "pods", namespace, "p", 201, path),
         Use(user, "patch", "", "pods/status", namespace, "p", 200, f"{path}/p/status"),

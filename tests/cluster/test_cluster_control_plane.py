@@ -90,11 +90,11 @@ class Follower(threading.Thread):
                 self.pause.wait(0.2)
 
     def follow(self) -> None:
-        listed = self.api.list_namespaced_config_map("default", _request_timeout=5)
+        listed = self.api.list_namespaced_config_map("default", _request_timeout=60)
         self.see(*(item.metadata.name for item in listed.items))
         version = listed.metadata.resource_version
         for change in watch.Watch().stream(
-            self.api.list_namespaced_config_map, "default", resource_version=version, timeout_seconds=60
+            self.api.list_namespaced_config_map, "default", resource_version=version, timeout_seconds=180
         ):
             self.see(change["object"].metadata.name)
             if "last" in self.seen:
@@ -155,4 +155,4 @@ def test_children_go_with_their_owner(cluster: Cluster, namespace: str) -> None:
             return problem.status == 404
         return False
 
-    eventually(gone, 60)
+    eventually(gone)

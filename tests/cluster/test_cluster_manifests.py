@@ -99,7 +99,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
     kinds = [*of_kind(overlay("production"), "CustomResourceDefinition"), *foreign.definitions()]
     for resource in [*of_kind(overlay("production"), "Namespace"), *kinds]:
         found.keep(resource)
-    eventually(lambda: all(map(found.knows, kinds)), 30)
+    eventually(lambda: all(map(found.knows, kinds)))
     found.api.resources.invalidate_cache()
     yield found
 

@@ -15,6 +15,7 @@ from kubernetes.stream import stream
 
 from .assets import Assets
 from .cluster import Cluster, eventually
+from .daemons import PATIENCE_S
 from .node import TINY, NodeCluster, running_node_cluster, unusable
 from .test_cluster_control_plane import running_below
 
@@ -32,14 +33,14 @@ def pod(name: str, image: str, script: str, **container: object) -> dict[str, ob
     return {"metadata": {"name": name}, "spec": spec | {"automountServiceAccountToken": False}}
 
 
-def phase_of(api: client.CoreV1Api, name: str, namespace: str, phase: str, seconds: float = 60) -> client.V1Pod:
+def phase_of(api: client.CoreV1Api, name: str, namespace: str, phase: str) -> client.V1Pod:
     """The pod, as soon as it is in that phase."""
 
     def reached() -> client.V1Pod | None:
         found = api.read_namespaced_pod(name, namespace)
         return found if found.status.phase == phase else None
 
-    found = eventually(reached, seconds)
+    found = eventually(reached)
     assert found is not None
     return found
 
@@ -88,14 +89,14 @@ def test_a_pod_can_be_entered_and_reached(node_cluster: Cluster, node_namespace:
         api.connect_get_namespaced_pod_exec, "p", node_namespace, command=command, stdout=True, stderr=True,
         _preload_content=False,
     )  # fmt: skip
-    session.run_forever(timeout=30)
+    session.run_forever(timeout=PATIENCE_S)
     assert (session.read_stdout(), session.read_stderr(), session.returncode) == (
         "httpd -f -p 8080 -h /tmp/www \n",
         "wrong\n",
         3,
     )
     if isinstance(node_cluster.manager, NodeCluster):
-        with urllib.request.urlopen(f"http://{running.status.pod_ip}:8080/", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{running.status.pod_ip}:8080/", timeout=PATIENCE_S) as answer:
             assert answer.read() == b"here\n"
 
 
@@ -151,5 +152,5 @@ def test_nothing_is_left_when_the_tests_are_killed(assets: Assets, tmp_path: Pat
         cgroup, octet = tests.stdout.readline().split()
         assert traces(str(tmp_path), cgroup, octet) == {"process", "route", "cgroup"}
         tests.send_signal(signal.SIGKILL)
-    eventually(lambda: traces(str(tmp_path), cgroup, octet) == set(), 30)
+    eventually(lambda: traces(str(tmp_path), cgroup, octet) == set())
     assert machine() == before

@@ -65,9 +65,9 @@ def test_deleting_a_lease_takes_pod_policy_and_secret_with_the_operator_down(wor
         world.operator = None
         world.delete("sandboxleases", "one")
         assert world.read("sandboxleases", "one") is None
-        eventually(lambda: world.read("pods", status["pod"]) is None, 60)
-        eventually(lambda: world.read("secrets", status["tokenSecret"]) is None, 60)
-        eventually(lambda: world.read("networkpolicies", status["tokenSecret"]) is None, 60)
+        eventually(lambda: world.read("pods", status["pod"]) is None)
+        eventually(lambda: world.read("secrets", status["tokenSecret"]) is None)
+        eventually(lambda: world.read("networkpolicies", status["tokenSecret"]) is None)
         world.delete("sandboxpools", "p")
         assert world.read("sandboxpools", "p") is None
 
@@ -80,21 +80,21 @@ def test_deleting_a_pool_takes_its_warm_pods_and_leaves_leased_ones(world: World
         held = world.until("one", "Bound")["pod"]
         world.ready("p", 2)
         world.delete("sandboxpools", "p")
-        eventually(lambda: [p["metadata"]["name"] for p in world.list("pods")] == [held], 60)
+        eventually(lambda: [p["metadata"]["name"] for p in world.list("pods")] == [held])
         assert world.status("one")["phase"] == "Bound"
 
 
 def test_the_deadline_takes_everything_away_and_the_record_tells(world: World) -> None:
     with nodes(world):
         world.pool(warm=0, max=2)
-        world.lease("short", ttlSeconds=10)
+        world.lease("short", ttlSeconds=20)
         bound = world.until("short", "Bound")
         assert bound["launch"] == "cold"
-        ended = world.until("short", "Expired", 20)
+        ended = world.until("short", "Expired")
         assert ended["reason"] == "DeadlinePassed"
-        eventually(lambda: world.list("pods") == [], 20)
-        eventually(lambda: world.read("secrets", bound["tokenSecret"]) is None, 60)
-        eventually(lambda: world.read("networkpolicies", bound["tokenSecret"]) is None, 60)
+        eventually(lambda: world.list("pods") == [])
+        eventually(lambda: world.read("secrets", bound["tokenSecret"]) is None)
+        eventually(lambda: world.read("networkpolicies", bound["tokenSecret"]) is None)
 
 
 def test_a_pool_of_pods_that_never_serve_stays_at_its_target(world: World) -> None:
@@ -126,7 +126,7 @@ def test_max_and_quota_are_never_exceeded(world: World) -> None:
         assert len(world.list("pods")) <= 3
         world.delete("sandboxleases", "s0")
         world.delete("sandboxleases", "s1")
-        eventually(lambda: all(world.status(f"s{n}").get("phase") == "Bound" for n in (2, 3)), 30)
+        eventually(lambda: all(world.status(f"s{n}").get("phase") == "Bound" for n in (2, 3)))
 
 
 def _status(world: World, plural: str, name: str) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def _post(world: World, plural: str, body: dict[str, Any]) -> None:
 
 def test_settings_that_cannot_be_honoured_are_refused_with_a_reason(world: World) -> None:
     with nodes(world):
-        world.pool(warm=1, max=4, maxLeaseSeconds=60)
+        world.pool(warm=1, max=4, maxLeaseSeconds=600)
         world.ready("p", 1)
-        world.lease("hot", launch="warm", overrides={"env": [{"name": "A", "value": "1"}]}, ttlSeconds=30)
+        world.lease("hot", launch="warm", overrides={"env": [{"name": "A", "value": "1"}]})
         assert "cannot honour overrides" in world.until("hot", "Failed")["message"]
-        world.lease("long", ttlSeconds=61)
+        world.lease("long", ttlSeconds=601)
         assert world.until("long", "Failed")["reason"] == "TtlTooLong"
-        world.lease("special", overrides={"env": [{"name": "A", "value": "1"}]}, ttlSeconds=30)
+        world.lease("special", overrides={"env": [{"name": "A", "value": "1"}]})
         status = world.until("special", "Bound")
         pod = world.read("pods", status["pod"])
         assert pod is not None and status["launch"] == "cold"
@@ -175,7 +175,7 @@ def test_a_changed_template_replaces_warm_pods_only(world: World) -> None:
             ]
             return images == ["sandbox:2"] * 3
 
-        eventually(replaced, 60)
+        eventually(replaced)
         assert world.status("one")["podUid"] == held["podUid"]
 
 
@@ -192,7 +192,7 @@ def test_a_pod_that_dies_fails_its_lease_and_is_not_replaced_by_its_namesake(wor
             pod = world.read("pods", status["pod"])
             return pod is not None and pod["metadata"]["uid"] != status["podUid"]
 
-        eventually(namesake, 30)
+        eventually(namesake)
         world.ready("p", 1)
         assert world.status("one")["phase"] == "Failed"
 
@@ -231,7 +231,7 @@ def test_metrics_events_and_logs_tell_what_happened_once(world: World) -> None:
         assert 'occamy_sandbox_leases{phase="Bound"} 1.0' in text
         for turn in range(5):
             world.patch("sandboxleases", "one", {"metadata": {"labels": {"turn": str(turn)}}})
-        about = [e for e in eventually(lambda: world.list("events")) if e["involvedObject"]["name"] == "one"]
+        about = eventually(lambda: [e for e in world.list("events") if e["involvedObject"]["name"] == "one"])
         assert [e["reason"] for e in about] == ["Bound"]
         assert world.operator is not None
         assert '"phase": "Bound"' in world.operator.log.read_text()

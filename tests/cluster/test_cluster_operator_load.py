@@ -32,6 +32,14 @@ def phases(world: World) -> Counter[str]:
     return Counter((lease.get("status") or {}).get("phase", "") for lease in world.list("sandboxleases"))
 
 
+def bound(world: World, count: int) -> list[dict[str, Any]] | None:
+    """All leases, once so many are bound; any other phase than Pending and Bound fails."""
+    leases = world.list("sandboxleases")
+    found = Counter((lease.get("status") or {}).get("phase", "Pending") for lease in leases)
+    assert set(found) <= {"Pending", "Bound"}, found
+    return leases if found == {"Bound": count} else None
+
+
 def pods_by_lease(world: World) -> dict[str, list[dict[str, Any]]]:
     """Pods that are not being deleted, by the lease UID that they carry."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -46,21 +54,19 @@ def pods_by_lease(world: World) -> dict[str, list[dict[str, Any]]]:
 def test_fifty_claims_at_once_get_fifty_pods_twenty_times(world: World) -> None:
     world.start()
     with nodes(world), ThreadPoolExecutor(CLAIMS) as clients:
-        world.pool(warm=CLAIMS, max=2 * CLAIMS + 10, batch=50)
+        world.pool(warm=CLAIMS, max=4 * CLAIMS, batch=50)
         for turn in range(20):
-            world.ready("p", CLAIMS, 120)
+            world.ready("p", CLAIMS)
             names = [f"t{turn}-{n}" for n in range(CLAIMS)]
             list(clients.map(world.lease, names))
-            eventually(lambda: phases(world)["Bound"] == CLAIMS, 60)
-            leases = world.list("sandboxleases")
-            assert phases(world) == {"Bound": CLAIMS}
+            leases = eventually(lambda: bound(world, CLAIMS))
+            assert leases is not None
             assert len({lease["status"]["podUid"] for lease in leases}) == CLAIMS
             held = pods_by_lease(world)
             for lease in leases:
                 (pod,) = held[lease["metadata"]["uid"]]
                 assert pod["metadata"]["uid"] == lease["status"]["podUid"]
             list(clients.map(lambda name: world.delete("sandboxleases", name), names))
-            eventually(lambda: world.list("sandboxleases") == [], 60)
     errors = [line for line in (world.get("/metrics") or "").splitlines() if "reconcile_errors_total{" in line]
     assert errors == []
 
@@ -95,19 +101,19 @@ def test_killed_at_random_points_nothing_leaks_and_nothing_is_claimed_twice(worl
             bound = all((lease.get("status") or {}).get("phase") == "Bound" for lease in leases)
             return bound and set(held) == uids and all(len(pods) == 1 for pods in held.values())
 
-        eventually(settled, 120)
+        eventually(settled)
         for lease in world.list("sandboxleases"):
             (pod,) = pods_by_lease(world)[lease["metadata"]["uid"]]
             assert pod["metadata"]["uid"] == lease["status"]["podUid"]
         names = [lease["metadata"]["name"] for lease in world.list("sandboxleases")]
         for name in names:
             world.delete("sandboxleases", name)
-        world.ready("p", 6, 120)
-        pods = eventually(lambda: pods if len(pods := world.list("pods")) == 6 else None, 120)
+        world.ready("p", 6)
+        pods = eventually(lambda: pods if len(pods := world.list("pods")) == 6 else None)
         assert pods is not None
         kept = {pod["metadata"]["uid"] for pod in pods}
         for kind in ("secrets", "networkpolicies"):
-            eventually(lambda kind=kind: owners(world, kind) == kept, 120)  # type: ignore[misc]
+            eventually(lambda kind=kind: owners(world, kind) == kept)  # type: ignore[misc]
 
 
 def owners(world: World, kind: str) -> set[str]:
@@ -131,10 +137,10 @@ def test_an_api_server_that_restarts_under_load_is_survived_without_a_restart(wo
         plane.start_api_server()
         for n in range(10):
             _insist(world, f"after{n}")
-        eventually(lambda: phases(world) == {"Bound": 15}, 90)
+        eventually(lambda: phases(world) == {"Bound": 15})
         held = pods_by_lease(world)
         assert sorted(len(pods) for pods in held.values()) == [1] * 15
-        world.ready("p", 5, 60)
+        world.ready("p", 5)
         assert world.operator.process.poll() is None
         assert world.get("/healthz") is not None
 
@@ -149,4 +155,4 @@ def _insist(world: World, name: str) -> None:
             return world.read("sandboxleases", name) is not None
         return True
 
-    eventually(made, 30)
+    eventually(made)

@@ -61,11 +61,11 @@ def test_every_right_is_used_and_nothing_is_asked_for_that_is_not_granted(cluste
             world.until(f"l{n}", "Bound")
             return ("occamy.dev", "sandboxleases", "get") in used(cluster)
 
-        eventually(reread, 60)
+        eventually(reread)
         world.patch("sandboxleases", "l0", {"spec": {"released": True}})
         world.until("l0", "Released")
         world.patch("sandboxleases", "l0", {"status": {"endedAt": "2026-01-01T00:00:00Z"}}, "status")
-        eventually(lambda: world.read("sandboxleases", "l0") is None, 30)
+        eventually(lambda: world.read("sandboxleases", "l0") is None)
     assert world.operator is not None
     world.operator.stop(10)  # API server 1.20 logs a watch when it ends
     world.operator = None
@@ -125,7 +125,7 @@ def test_a_pool_of_agent_sandbox_is_kept_by_its_own_controller(cluster: Cluster,
         where = f"/apis/rbac.authorization.k8s.io/v1/{places[document['kind']]}"
         with_ignored(409, call, api, "POST", where, document)
     root = f"/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{world.namespace}"
-    eventually(lambda: _answers(api, f"{root}/sandboxclaims"), 20)
+    eventually(lambda: _answers(api, f"{root}/sandboxclaims"))
     world.start()
     template = {"image": "sandbox:1", "command": ["sleep", "infinity"]}
     world.pool(warm=2, max=2, backend="agent-sandbox", template=template)
@@ -133,7 +133,7 @@ def test_a_pool_of_agent_sandbox_is_kept_by_its_own_controller(cluster: Cluster,
     assert warm is not None and warm["spec"]["replicas"] == 2
     made = call(api, "GET", f"{root}/sandboxtemplates/p")
     assert made["spec"]["podTemplate"]["spec"]["containers"][0]["securityContext"]["privileged"] is False
-    world.lease("one", ttlSeconds=30)
+    world.lease("one", ttlSeconds=40)
     claim = eventually(lambda: _read(api, f"{root}/sandboxclaims/one"))
     assert claim is not None and claim["spec"]["lifecycle"]["shutdownPolicy"] == "Delete"
     assert call(api, "GET", f"{root}/sandboxwarmpools/p")["spec"]["replicas"] == 1
@@ -142,7 +142,7 @@ def test_a_pool_of_agent_sandbox_is_kept_by_its_own_controller(cluster: Cluster,
     assert (status["pod"], status["launch"]) == ("adopted", "warm") and "tokenSecret" not in status
     world.lease("cold", launch="cold", ttlSeconds=30)
     assert world.until("cold", "Failed")["reason"] == "LaunchRefused"
-    assert world.until("one", "Expired", 40)["reason"] == "DeadlinePassed"
+    assert world.until("one", "Expired")["reason"] == "DeadlinePassed"
     eventually(lambda: _read(api, f"{root}/sandboxclaims/one") is None)
 
 

@@ -41,7 +41,7 @@ def toys(cluster: Cluster) -> Iterator[str]:
         conditions = api.read_custom_resource_definition(f"{plural}.{GROUP}").status.conditions or []
         return any(c.type == "Established" and c.status == "True" for c in conditions)
 
-    eventually(established, 30)
+    eventually(established)
     yield plural
     api.delete_custom_resource_definition(f"{plural}.{GROUP}")
 
@@ -94,7 +94,7 @@ def test_a_watch_sees_every_change_in_order(cluster: Cluster, namespace: str, to
     api.patch_namespaced_custom_object(*where, "a", {"spec": {"size": 3}})
     api.delete_namespaced_custom_object(*where, "a")
     stream = watch.Watch().stream(
-        api.list_namespaced_custom_object, *where, resource_version=start, timeout_seconds=10, _request_timeout=20
+        api.list_namespaced_custom_object, *where, resource_version=start, timeout_seconds=180, _request_timeout=200
     )
     seen = []
     for event in stream:

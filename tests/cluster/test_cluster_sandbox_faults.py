@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from occamy.sandboxes.protocol import (
 )
 
 from .cluster import Cluster, eventually
+from .daemons import PATIENCE_S
 from .pod_processes import Node, node_of_processes, tenant
 from .sandbox_world import World, install
 
@@ -42,7 +42,7 @@ def node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         world = World(cluster, namespace, folder)
         world.start()
         with node_of_processes(world, folder / "node") as started:
-            world.pool("pool", warm=1, max=6, maxLeaseSeconds=600)
+            world.pool("pool", warm=1, max=6, maxLeaseSeconds=900)
             world.ready("pool", 1)
             yield started
         assert world.operator is not None
@@ -71,15 +71,15 @@ def within(settings: KubernetesSandboxConfig, body: Body, **changes: Any) -> Non
 
 async def busy(sandbox: KubernetesSandbox) -> asyncio.Task[Any]:
     """A command that runs for long, and has begun."""
-    running = asyncio.create_task(sandbox.exec(["sh", "-c", "echo x > up; sleep 60"]))
-    for _ in range(500):
-        await asyncio.sleep(0.02)
-        try:
-            if await sandbox.read("up"):
-                return running
-        except FileNotFoundError:
-            continue
-    raise TimeoutError("the command did not begin")
+    running = asyncio.create_task(sandbox.exec(["sh", "-c", "echo x > up; sleep 600"], timeout_s=600.0))
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            await asyncio.sleep(0.02)
+            try:
+                if await sandbox.read("up"):
+                    return running
+            except FileNotFoundError:
+                continue
 
 
 def leases(node: Node) -> list[dict[str, Any]]:
@@ -88,11 +88,11 @@ def leases(node: Node) -> list[dict[str, Any]]:
 
 def test_a_pod_that_is_deleted_ends_the_command_and_the_lease(node: Node, settings: KubernetesSandboxConfig) -> None:
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         running = await busy(sandbox)
         await asyncio.to_thread(node.world.delete, "pods", sandbox.pod)
         with pytest.raises(SandboxDied, match=f"has lost its pod \\(PodLost: pod {sandbox.pod} is gone") as caught:
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, PATIENCE_S)
         assert caught.value.outcome is Outcome.infra_failed
         with pytest.raises(SandboxDied, match="has lost its pod"):
             await sandbox.freeze()
@@ -108,7 +108,7 @@ def test_a_pod_that_vanishes_without_a_word_is_told_by_the_operator(
     """Its node is gone: the connection stays open, and nothing comes of it."""
 
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         running = await busy(sandbox)
         agent = node.agent_pid(sandbox.pod)
         os.kill(agent, signal.SIGSTOP)
@@ -117,7 +117,7 @@ def test_a_pod_that_vanishes_without_a_word_is_told_by_the_operator(
         node.lost.add(pod["metadata"]["uid"])
         await asyncio.to_thread(node.world.delete, "pods", sandbox.pod)
         with pytest.raises(SandboxDied, match="has lost its pod"):
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, PATIENCE_S)
         await sandbox.release()
         node.lost.clear()
 
@@ -126,11 +126,11 @@ def test_a_pod_that_vanishes_without_a_word_is_told_by_the_operator(
 
 def test_an_agent_that_is_killed_is_an_infrastructure_fault(node: Node, settings: KubernetesSandboxConfig) -> None:
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         running = await busy(sandbox)
         os.kill(node.agent_pid(sandbox.pod), signal.SIGKILL)
         with pytest.raises(SandboxDied, match="its agent broke off POST /exec") as caught:
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, PATIENCE_S)
         assert caught.value.outcome is Outcome.infra_failed
         for use in (sandbox.read("up"), sandbox.freeze()):
             with pytest.raises(SandboxDied, match=r"nothing answers at 127.77|broke off"):
@@ -146,27 +146,24 @@ def test_without_the_api_server_commands_go_on_and_leases_fail_in_time(
     plane = cluster.control_plane
 
     async def body(backend: KubernetesBackend) -> None:
-        sandbox, other = await backend.lease("pool", "owner", 300.0), await backend.lease("pool", "owner", 300.0)
+        sandbox, other = await backend.lease("pool", "owner", 600.0), await backend.lease("pool", "owner", 600.0)
         await asyncio.to_thread(plane.stop_api_server, True)
         try:
             assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
-            began = time.monotonic()
-            with pytest.raises(
-                SandboxError, match=r"POST /apis/occamy.dev/.*/sandboxleases: ClientConnector"
-            ) as caught:
-                await backend.lease("pool", "late", 60.0)
+            broken = r"POST /apis/occamy.dev/.*/sandboxleases: (ClientConnector|ClientOS|ServerDisconnected)"
+            with pytest.raises(SandboxError, match=broken) as caught:
+                await backend.lease("pool", "late", 600.0)
             assert caught.value.outcome is Outcome.infra_failed
             await other.release()  # heard of later
-            assert time.monotonic() - began < 10
             with pytest.raises(LeaseLost, match="was released"):
                 await other.read("f")
         finally:
             await asyncio.to_thread(plane.start_api_server)
         assert (await sandbox.exec(["echo", "still"])).stdout == b"still\n"
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(PATIENCE_S):
             while len(await asyncio.to_thread(leases, node)) > 1:
                 await asyncio.sleep(0.1)
-        again = await backend.lease("pool", "again", 60.0)  # its watch has come back
+        again = await backend.lease("pool", "again", 600.0)  # its watch has come back
         assert (await again.exec(["echo", "new"])).stdout == b"new\n"
         await again.release()
         await sandbox.release()
@@ -188,12 +185,12 @@ def test_what_the_operator_says_ends_a_lease(
     node: Node, settings: KubernetesSandboxConfig, status: dict[str, str], kind: type[SandboxError], words: str
 ) -> None:
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         running = await busy(sandbox)
         name = next(lease["metadata"]["name"] for lease in leases(node) if lease["metadata"]["uid"] == sandbox.id)
         await asyncio.to_thread(node.world.patch, "sandboxleases", name, {"status": status}, "status")
         with pytest.raises(kind, match=words) as caught:
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, PATIENCE_S)
         assert caught.value.outcome is (Outcome.timed_out if kind is LeaseExpired else Outcome.infra_failed)
         with pytest.raises(kind, match=words):
             await sandbox.read("up")
@@ -204,12 +201,12 @@ def test_what_the_operator_says_ends_a_lease(
 
 def test_a_lease_that_somebody_deletes_is_lost(node: Node, settings: KubernetesSandboxConfig) -> None:
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         running = await busy(sandbox)
         for lease in leases(node):
             await asyncio.to_thread(node.world.delete, "sandboxleases", lease["metadata"]["name"])
         with pytest.raises(LeaseLost, match="is gone: somebody deleted it"):
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, PATIENCE_S)
 
     within(settings, body)
 
@@ -218,9 +215,9 @@ def test_what_cannot_be_leased_is_refused_with_the_reason_and_leaves_no_lease(
     node: Node, settings: KubernetesSandboxConfig, tmp_path: Path
 ) -> None:
     async def body(backend: KubernetesBackend) -> None:
-        with pytest.raises(SandboxError, match=r"was refused \(TtlTooLong: ttlSeconds 1002; pool pool allows 600\)"):
+        with pytest.raises(SandboxError, match=r"was refused \(TtlTooLong: ttlSeconds 1015; pool pool allows 900\)"):
             await backend.lease("pool", "owner", 1000.0)
-        with pytest.raises(SandboxError, match=r"of owner got no pod in 2 s \(NoPool: there is no pool absent"):
+        with pytest.raises(SandboxError, match=r"of owner got no pod in 15 s \(NoPool: there is no pool absent"):
             await backend.lease("absent", "owner", 60.0)
         waiting = asyncio.create_task(backend.lease("absent", "owner", 60.0))
         await asyncio.sleep(0.5)
@@ -234,8 +231,8 @@ def test_what_cannot_be_leased_is_refused_with_the_reason_and_leaves_no_lease(
         with pytest.raises(ValueError, match=str(tmp_path)):
             await backend.lease("pool", "owner", 60.0, readable=[tmp_path])
 
-    within(settings, body, bind_seconds=2.0)
-    assert leases(node) == []
+    within(settings, body, bind_seconds=15.0)
+    eventually(lambda: leases(node) == [])
     with pytest.raises(IsolationRefused, match="'gvisor' is required, 'container' is what the pools give"):
         KubernetesBackend(settings.model_copy(update={"minimum_isolation": Isolation.gvisor}))
 
@@ -245,17 +242,17 @@ def test_without_credentials_or_rights_the_error_says_so(
 ) -> None:
     async def without_client(backend: KubernetesBackend) -> None:
         with pytest.raises(SandboxError, match=r"need the kubernetes client .*; install the extra kubernetes"):
-            await backend.lease("pool", "owner", 60.0)
+            await backend.lease("pool", "owner", 600.0)
 
     async def refused(backend: KubernetesBackend) -> None:
         with pytest.raises(SandboxError, match=r"403 .*cannot (list|create) resource .sandboxleases."):
-            await backend.lease("pool", "owner", 60.0)
+            await backend.lease("pool", "owner", 600.0)
 
     async def absent(backend: KubernetesBackend) -> None:
         with pytest.raises(
             SandboxError, match=r"no credentials for a cluster in .*nothing \(.*; set sandbox.kubeconfig"
         ):
-            await backend.lease("pool", "owner", 60.0)
+            await backend.lease("pool", "owner", 600.0)
 
     within(settings, refused, namespace="default")
     within(settings, absent, kubeconfig=tmp_path / "nothing")
@@ -270,8 +267,8 @@ from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 
 async def main():
     backend = KubernetesBackend(KubernetesSandboxConfig.model_validate_json(sys.argv[1]))
-    sandbox = await backend.lease("pool", "killed", 300.0)
-    print(sandbox.pod, flush=True)
+    sandbox = await backend.lease("pool", "killed", 600.0)
+    print(sandbox.id, flush=True)
     await asyncio.sleep(300)
 
 asyncio.run(main())
@@ -281,28 +278,26 @@ asyncio.run(main())
 def test_a_holder_that_is_killed_loses_its_lease_and_one_that_lives_does_not(
     node: Node, settings: KubernetesSandboxConfig
 ) -> None:
-    short = settings.model_copy(update={"heartbeat_seconds": 5})
+    def spec(uid: str) -> dict[str, Any]:
+        return next(lease["spec"] for lease in leases(node) if lease["metadata"]["uid"] == uid)
+
+    short = settings.model_copy(update={"heartbeat_seconds": 10})
 
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         command = [sys.executable, "-c", _HOLDER, short.model_dump_json()]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
             assert holder.stdout is not None
-            pod = (await asyncio.to_thread(holder.stdout.readline)).strip()
-            held = await asyncio.to_thread(node.world.read, "pods", pod)
-            assert held is not None
+            held = (await asyncio.to_thread(holder.stdout.readline)).strip()
+            assert held
             holder.kill()
-
-        def gone() -> bool:
-            found = node.world.read("pods", pod)
-            return found is None or found["metadata"]["uid"] != held["metadata"]["uid"]
-
-        await asyncio.to_thread(eventually, gone, 30)
-        await asyncio.sleep(3)  # more than a heartbeat's time since the lease that is renewed
+        mine = {"labelSelector": f"occamy.dev/lease-uid={held}"}
+        await asyncio.to_thread(eventually, lambda: not node.world.list("pods", **mine))
+        await asyncio.to_thread(eventually, lambda: "renewed" in spec(sandbox.id))
         assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
         await sandbox.release()
 
-    within(short, body)
+    within(settings, body, heartbeat_seconds=20)
     eventually(lambda: [lease["status"]["reason"] for lease in leases(node)] == ["HeartbeatMissed"])
     node.world.delete("sandboxleases", leases(node)[0]["metadata"]["name"])
 
@@ -315,7 +310,7 @@ def test_many_leases_in_turns_are_as_many_pods(node: Node, settings: KubernetesS
 
         async def episode(number: int) -> str:
             async with seats:
-                sandbox = await backend.lease("pool", f"e{number}", 60.0)
+                sandbox = await backend.lease("pool", f"e{number}", 600.0)
                 await sandbox.write("mine", str(number).encode())
                 assert (await sandbox.exec(["cat", "mine"])).stdout == str(number).encode()
                 await sandbox.release()

@@ -28,6 +28,7 @@ from occamy.sandboxes.protocol import Sandbox, SandboxDied
 from tests.sandboxes.contract import LIMITS, PROMISES, Ground
 
 from .cluster import Cluster, eventually
+from .daemons import PATIENCE_S
 from .node import NodeCluster
 from .pod_processes import tenant
 from .python_image import AGENT, USER, python_image
@@ -63,8 +64,8 @@ def world(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
         template = {"image": IMAGE, "resources": SMALL, "workspaceSize": "200Mi"}
         started.pool("pool", template=template, warm=2, max=6, network=CLOSED)
         started.pool("graders", template=template | {"image": GRADER_IMAGE}, warm=1, max=2, network=CLOSED)
-        started.ready("pool", 2, 120)
-        started.ready("graders", 1, 120)
+        started.ready("pool", 2)
+        started.ready("graders", 1)
         yield started
         assert started.operator is not None
         started.operator.stop(10)
@@ -141,7 +142,7 @@ def test_through_pods_exec_the_same_bytes_come_and_go(world: World, settings: Ku
     data = random.Random(3).randbytes(30 << 20)
 
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 120.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         assert sandbox.route == "exec"
         done = await sandbox.exec(["sh", "-c", "cat; printf '\\377' >&2; exit 3"], stdin=b"\x00\xff\n")
         assert (done.exit_code, done.stdout, done.stderr) == (3, b"\x00\xff\n", b"\xff")
@@ -183,13 +184,13 @@ def test_an_agent_whose_address_is_cut_off_is_reached_through_pods_exec(
     monkeypatch.setattr(asyncio, "open_connection", cut_off)
 
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         assert sandbox.route == "exec" and (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
         await sandbox.release()
 
     async def nowhere(backend: KubernetesBackend) -> None:
         with pytest.raises(SandboxDied, match=r"nothing answers at [0-9.]+:8750: the packets are dropped"):
-            await backend.lease("pool", "owner", 60.0)
+            await backend.lease("pool", "owner", 600.0)
 
     within(settings, body, route="auto")
     within(settings, nowhere, route="agent")
@@ -197,7 +198,7 @@ def test_an_agent_whose_address_is_cut_off_is_reached_through_pods_exec(
 
 def test_what_a_command_can_do_in_its_pod(world: World, settings: KubernetesSandboxConfig) -> None:
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
 
         async def says(script: str) -> str:
             done = await sandbox.exec(["sh", "-c", f"{{ {script}; }} 2>&1"])
@@ -234,7 +235,7 @@ def test_freeze_ends_what_came_in_from_outside_as_well(world: World, settings: K
     """`kubectl exec` into the pod: a process that is no child of the agent."""
 
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
+        sandbox = await backend.lease("pool", "owner", 600.0)
         script = "cd /workspace; i=0; while :; do i=$((i+1)); echo $i > counter; done"
         session = await asyncio.to_thread(
             stream, client.CoreV1Api(world.cluster.client()).connect_get_namespaced_pod_exec, sandbox.pod,
@@ -246,7 +247,7 @@ def test_freeze_ends_what_came_in_from_outside_as_well(world: World, settings: K
         frozen = await sandbox.snapshot()
         await asyncio.sleep(0.3)
         assert await sandbox.snapshot() == frozen
-        await asyncio.to_thread(session.run_forever, timeout=20)
+        await asyncio.to_thread(session.run_forever, timeout=PATIENCE_S)
         assert session.returncode == 137
         await sandbox.release()
 
@@ -257,12 +258,12 @@ def test_a_pod_that_is_deleted_under_a_command_is_an_infrastructure_fault(
     world: World, settings: KubernetesSandboxConfig
 ) -> None:
     async def body(backend: KubernetesBackend) -> None:
-        sandbox = await backend.lease("pool", "owner", 60.0)
-        running = asyncio.create_task(sandbox.exec(["sleep", "60"]))
+        sandbox = await backend.lease("pool", "owner", 600.0)
+        running = asyncio.create_task(sandbox.exec(["sleep", "600"], timeout_s=600.0))
         await asyncio.sleep(0.5)
         await asyncio.to_thread(world.delete, "pods", sandbox.pod)
         with pytest.raises(SandboxDied) as caught:
-            await asyncio.wait_for(running, 30)
+            await asyncio.wait_for(running, PATIENCE_S)
         assert caught.value.outcome is Outcome.infra_failed
         await sandbox.release()
 
@@ -287,7 +288,7 @@ def test_grading_is_apart_from_an_agent_that_cheats(world: World, settings: Kube
     )
 
     async def body(backend: KubernetesBackend) -> None:
-        agent = await backend.lease("pool", "e1", 120.0)
+        agent = await backend.lease("pool", "e1", 600.0)
         await agent.write("answer.txt", b"41\n")
         assert b"Read-only" in (await agent.exec(["sh", "-c", CHEAT])).stderr
         assert (await agent.exec(["ls", GRADER_FILE])).exit_code != 0  # never in an agent's pod
@@ -295,18 +296,18 @@ def test_grading_is_apart_from_an_agent_that_cheats(world: World, settings: Kube
             await asyncio.sleep(0.05)
         await agent.freeze()
         export = await agent.snapshot()
-        first = await grade_apart(backend, "graders", "e1", export, recorded, 60.0)
+        first = await grade_apart(backend, "graders", "e1", export, recorded, 600.0)
         assert await agent.snapshot() == export  # nothing has moved meanwhile
         pods = {p["metadata"]["name"]: p for p in world.list("pods")}
         await agent.release()
-        again = await grade_apart(backend, "graders", "e1", export, recorded, 60.0)
+        again = await grade_apart(backend, "graders", "e1", export, recorded, 600.0)
         assert first.stdout == again.stdout
         said = json.loads(first.stdout)
         assert said["score"] == 0
         assert {"manifest.json", "grade.py", "json.py", "score"} <= set(said["files"])
         edited = dataclasses.replace(export, archive=export.archive.replace(b'"score": 1', b'"score": 2'))
         with pytest.raises(ExportChanged):
-            await grade_apart(backend, "graders", "e1", edited, recorded, 60.0)
+            await grade_apart(backend, "graders", "e1", edited, recorded, 600.0)
         for pod in pods.values():
             assert all(set(v) - {"name"} <= {"emptyDir", "secret"} for v in pod["spec"]["volumes"])
         policies = world.list("networkpolicies")
@@ -330,7 +331,7 @@ def test_the_first_command_with_the_agent_and_through_pods_exec(
             for route, used in zip(routes, (backend, other)):
                 await asyncio.to_thread(world.ready, "pool", 2, 60)
                 began = time.monotonic()
-                sandbox = await used.lease("pool", "owner", 60.0)
+                sandbox = await used.lease("pool", "owner", 600.0)
                 bound = time.monotonic()
                 assert sandbox.route == route
                 assert (await sandbox.exec(["echo", "1"])).stdout == b"1\n"
