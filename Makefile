@@ -5,6 +5,7 @@
 # make test-node   tests with real pods on this machine (root)
 # make learning-table   three seeds on the test pool; writes docs/results/learning-$(PROFILE).json
 # make bench-capture bench-engine   ratios against a baseline in one run; write docs/results/bench-*.json
+# make bench-operator   claims at once, cost of a claim, first command in a pod (after kube-assets; as root for pods)
 # make images   builds them with podman or docker and prints their sizes (IMAGES="operator sandbox" IMAGE_ARGS=…)
 
 SHELL := /bin/bash
@@ -28,10 +29,10 @@ IMAGE_ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup run test test-e2e kube-assets test-node lint learning-table bench-capture bench-engine images clean
+.PHONY: help setup run test test-e2e kube-assets test-node lint learning-table bench-capture bench-engine bench-operator images clean
 
 help:
-	@sed -n '1,8s/^# //p' Makefile
+	@sed -n '1,9s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -78,6 +79,9 @@ bench-capture: $(STAMP)
 
 bench-engine: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_engine --write docs/results/bench-engine.json
+
+bench-operator: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.benchmarks.bench_operator --write docs/results/bench-operator.json
 
 images:
 	"$(PYTHON)" images/build.py $(IMAGES) $(IMAGE_ARGS)

@@ -26,6 +26,12 @@ CLAIM_SECONDS = Histogram(
     ["namespace", "pool", "launch"],
     buckets=_BUCKETS,
 )
+FIRST_EXEC_SECONDS = Histogram(
+    "occamy_sandbox_first_exec_seconds",
+    "From the moment a lease was asked for until the agent in its pod answered: as its holder measured and says.",
+    ["namespace", "pool", "launch"],
+    buckets=_BUCKETS,
+)
 CONFLICTS = Counter(
     "occamy_sandbox_claim_conflicts_total", "Claims that found their pod changed.", ["namespace", "pool"]
 )

@@ -47,6 +47,8 @@ class Reconciler:
         self._agent_sandbox = AgentSandbox(api, cache)
         self.seen: dict[str, float] = {}
         """When each lease was first seen, by UID: claim latency counts from there."""
+        self._untold: dict[str, str] = {}
+        """How each lease was launched that was bound here and whose holder has not said when it was served, by UID."""
         self._unclear: set[str] = set()
         """UIDs of leases whose last claim got no answer."""
 
@@ -70,11 +72,13 @@ class Reconciler:
     def lease_changed(self, lease: Lease) -> None:
         """Something about the lease is new."""
         self.seen.setdefault(lease.uid, time.time())
+        self._served(lease)
         self._queues["lease"].add(Key("lease", lease.namespace, lease.name))
 
     def lease_gone(self, lease: Lease) -> None:
         """The lease exists no more."""
         self.seen.pop(lease.uid, None)
+        self._untold.pop(lease.uid, None)
         self._unclear.discard(lease.uid)
         self._queues["pool"].add(Key("pool", lease.namespace, lease.pool))
 
@@ -226,6 +230,11 @@ class Reconciler:
             self._moved(lease, status)
         return False
 
+    def _served(self, lease: Lease) -> None:
+        """Count, once, what a holder says of its first command."""
+        if lease.first_exec is not None and (launch := self._untold.pop(lease.uid, None)):
+            metrics.FIRST_EXEC_SECONDS.labels(lease.namespace, lease.pool, launch).observe(lease.first_exec)
+
     async def _reread(self, lease: Lease) -> bool:
         try:
             body = await self.api.call("GET", path("sandboxleases", lease.namespace, lease.name))
@@ -241,6 +250,8 @@ class Reconciler:
         if status.phase is Phase.bound:
             waited = time.time() - self.seen.get(lease.uid, lease.created)
             metrics.CLAIM_SECONDS.labels(lease.namespace, lease.pool, status.launch).observe(waited)
+            self._untold[lease.uid] = str(status.launch)
+            self._served(self.cache.leases.get(lease.uid) or lease)
         log.info(
             "lease moved",
             extra={

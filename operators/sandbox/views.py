@@ -24,6 +24,7 @@ LEASE_UID_LABEL = f"{GROUP}/lease-uid"
 NONCE_LABEL = f"{GROUP}/nonce"
 LEASE_ANNOTATION = f"{GROUP}/lease"
 LAUNCH_ANNOTATION = f"{GROUP}/launch"
+FIRST_EXEC_ANNOTATION = f"{GROUP}/first-exec-seconds"
 DEADLINE_ANNOTATION = f"{GROUP}/deadline"
 
 
@@ -169,6 +170,8 @@ class Lease:
     terms: str
     """Digest of what may not change."""
     status: LeaseStatus
+    first_exec: float | None
+    """Seconds after which its holder could run a command, as that says."""
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Lease:
@@ -187,6 +190,7 @@ class Lease:
             problem=problem,
             terms=digest(spec.terms()) if spec else "",
             status=LeaseStatus.model_validate(body.get("status") or {}, extra="ignore"),
+            first_exec=_duration((meta.get("annotations") or {}).get(FIRST_EXEC_ANNOTATION, "")),
         )
 
     @property
@@ -207,6 +211,15 @@ class Lease:
         """Unix time after which no renewal can keep it."""
         assert self.spec is not None
         return self.created + self.spec.ttl_seconds
+
+
+def _duration(said: str) -> float | None:
+    """A tenant's word: at most a day, or nothing."""
+    try:
+        value = float(said)
+    except ValueError:
+        return None
+    return value if 0 <= value <= 86400 else None
 
 
 def template_hash(spec: PoolSpec) -> str:

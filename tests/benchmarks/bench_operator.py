@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from tests.benchmarks.operator_load import Claim, Claims, played_node
 from tests.cluster.assets import Assets, MissingAssetsError, find_assets
 from tests.cluster.cluster import Cluster
 from tests.cluster.control_plane import running_control_plane
+from tests.cluster.daemons import PATIENCE_S
 from tests.cluster.node import running_node_cluster, unusable
 from tests.cluster.pod_processes import tenant
 from tests.cluster.python_image import python_image
@@ -217,15 +218,19 @@ async def first_command(
             answered.append(time.monotonic() - began)
         await sandbox.release()
 
-    async def full(pods: Awaitable[None] | None = None) -> None:
-        while (world.read("sandboxpools", "p") or {}).get("status", {}).get("total") != warm or not _ready(world, warm):
-            await asyncio.sleep(0.2)
+    async def settled() -> None:
+        """So many warm pods, and none of the turn before."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                status = (world.read("sandboxpools", "p") or {}).get("status") or {}
+                if status.get("ready") == status.get("total") == warm:
+                    return
+                await asyncio.sleep(0.2)
 
     warm = count if launch == "warm" else 0
     world.patch("sandboxpools", "p", {"spec": {"warm": warm}})
     for turn in range(turns + 1):  # the first opens the backend's watch
-        async with asyncio.timeout(600):
-            await full()
+        await settled()
         await asyncio.gather(*(episode(turn > 0) for _ in range(count if turn else 1)))
     await backend.close()
     return {
@@ -235,10 +240,6 @@ async def first_command(
         "leased_ms": spread(leased),
         "first_exec_returned_ms": spread(answered),
     }
-
-
-def _ready(world: World, warm: int) -> bool:
-    return bool(((world.read("sandboxpools", "p") or {}).get("status") or {}).get("ready") == warm)
 
 
 def on_node(assets: Assets, folder: Path, scale: float, pods: int) -> dict[str, Any]:

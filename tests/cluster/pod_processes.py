@@ -30,6 +30,8 @@ from .sandbox_world import World
 
 ALONE = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 PORT = 8750
+PATIENT = {"connect_seconds": 60.0, "api_seconds": 60.0, "bind_seconds": 180.0}
+"""Settings of a tenant on a slow machine."""
 _octets = itertools.count(1)
 
 

@@ -16,7 +16,7 @@ from occamy.sandboxes.protocol import Sandbox
 from tests.sandboxes.contract import LIMITS, PROMISES, Ground
 
 from .cluster import Cluster
-from .pod_processes import Node, node_of_processes, tenant
+from .pod_processes import PATIENT, Node, node_of_processes, tenant
 from .sandbox_world import World, install
 
 
@@ -57,7 +57,7 @@ def test_the_kubernetes_backend_keeps_its_promise(promise: str, node: Node, kube
 
     async def run() -> None:
         config = KubernetesSandboxConfig(
-            namespace=node.world.namespace, kubeconfig=kubeconfig, route="agent", limits=LIMITS
+            namespace=node.world.namespace, kubeconfig=kubeconfig, route="agent", limits=LIMITS, **PATIENT
         )
         backend = KubernetesBackend(config)
         try:

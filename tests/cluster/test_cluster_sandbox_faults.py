@@ -27,7 +27,7 @@ from occamy.sandboxes.protocol import (
 
 from .cluster import Cluster, eventually
 from .daemons import PATIENCE_S
-from .pod_processes import Node, node_of_processes, tenant
+from .pod_processes import PATIENT, Node, node_of_processes, tenant
 from .sandbox_world import World, install
 
 Body = Callable[[KubernetesBackend], Awaitable[None]]
@@ -53,7 +53,7 @@ def node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def settings(node: Node) -> KubernetesSandboxConfig:
     """A tenant's settings."""
     kubeconfig = tenant(node.world.cluster, node.world.namespace)
-    return KubernetesSandboxConfig(namespace=node.world.namespace, kubeconfig=kubeconfig, route="agent")
+    return KubernetesSandboxConfig(namespace=node.world.namespace, kubeconfig=kubeconfig, route="agent", **PATIENT)
 
 
 def within(settings: KubernetesSandboxConfig, body: Body, **changes: Any) -> None:
@@ -84,6 +84,27 @@ async def busy(sandbox: KubernetesSandbox) -> asyncio.Task[Any]:
 
 def leases(node: Node) -> list[dict[str, Any]]:
     return node.world.list("sandboxleases")
+
+
+def test_holders_tell_how_soon_their_pods_served(node: Node, settings: KubernetesSandboxConfig) -> None:
+    def told() -> float:
+        mine = f'namespace="{node.world.namespace}"'
+        lines = [line for line in (node.world.get("/metrics") or "").splitlines() if mine in line]
+        return sum(float(line.split()[-1]) for line in lines if "first_exec_seconds_count{" in line)
+
+    async def body(backend: KubernetesBackend) -> None:
+        before = await asyncio.to_thread(told)
+        first, second = [await backend.lease("pool", name, 600.0) for name in ("e1", "e2")]
+        await asyncio.to_thread(eventually, lambda: told() == before + 2)
+        changed = {"metadata": {"annotations": {"occamy.dev/first-exec-seconds": "0.5"}}}
+        for lease in leases(node):
+            await asyncio.to_thread(node.world.patch, "sandboxleases", lease["metadata"]["name"], changed)
+        third = await backend.lease("pool", "e3", 600.0)
+        await asyncio.to_thread(eventually, lambda: told() == before + 3)  # nobody is counted twice
+        for sandbox in (first, second, third):
+            await sandbox.release()
+
+    within(settings, body)
 
 
 def test_a_pod_that_is_deleted_ends_the_command_and_the_lease(node: Node, settings: KubernetesSandboxConfig) -> None:

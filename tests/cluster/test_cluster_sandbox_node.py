@@ -30,7 +30,7 @@ from tests.sandboxes.contract import LIMITS, PROMISES, Ground
 from .cluster import Cluster, eventually
 from .daemons import PATIENCE_S
 from .node import NodeCluster
-from .pod_processes import tenant
+from .pod_processes import PATIENT, tenant
 from .python_image import AGENT, USER, python_image
 from .sandbox_world import World, install
 
@@ -82,7 +82,9 @@ def settings(world: World) -> KubernetesSandboxConfig:
     api.create_namespaced_role(world.namespace, {"metadata": {"name": "exec"}, "rules": [rule]})
     binding = {"metadata": {"name": "exec"}, "roleRef": role, "subjects": [subject]}
     api.create_namespaced_role_binding(world.namespace, binding)
-    return KubernetesSandboxConfig(namespace=world.namespace, kubeconfig=kubeconfig, limits=LIMITS, route="agent")
+    return KubernetesSandboxConfig(
+        namespace=world.namespace, kubeconfig=kubeconfig, limits=LIMITS, route="agent", **PATIENT
+    )
 
 
 def within(

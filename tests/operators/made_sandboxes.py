@@ -71,4 +71,5 @@ def lease(name: str = "l", status: LeaseStatus | None = None, **spec: Any) -> Le
         problem="",
         terms="terms",
         status=status or LeaseStatus(),
+        first_exec=None,
     )

@@ -16,6 +16,7 @@ from operators.sandbox.cache import Cache
 from operators.sandbox.health import BLIND_S, SILENT_S, Freshness
 from operators.sandbox.queue import Queue
 from operators.sandbox.snapshots import judge
+from operators.sandbox.views import Lease
 
 
 def test_an_older_version_never_replaces_a_newer_one() -> None:
@@ -33,6 +34,27 @@ def test_what_is_gone_stays_gone_and_its_namesake_is_another() -> None:
     assert not pods.put(pod(0, version=99))
     assert pods.put(pod(0, uid="again")) and pods.named("ns", "p-0") == pod(0, uid="again")
     assert [p.uid for p in pods.where("pool", "pool")] == ["again"]
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [
+        ("0.25", 0.25),
+        ("0", 0.0),
+        ("-1", None),
+        ("nan", None),
+        ("inf", None),
+        ("86401", None),
+        ("soon", None),
+        ("", None),
+    ],
+)
+def test_what_a_tenant_says_about_its_first_command_counts_if_it_can_be(said: str, counts: float | None) -> None:
+    notes = {"occamy.dev/first-exec-seconds": said}
+    meta = {"namespace": "ns", "name": "l", "uid": "u", "resourceVersion": "1", "annotations": notes}
+    spec = {"pool": "p", "owner": {"run": "r"}, "ttlSeconds": 60}
+    lease = Lease.parse({"metadata": meta | {"creationTimestamp": "2026-01-01T00:00:00Z"}, "spec": spec})
+    assert lease.first_exec == counts
 
 
 def test_a_list_removes_what_it_lacks_unless_that_is_newer() -> None:

@@ -77,6 +77,7 @@ class KubernetesBackend:
                 f"lease for {owner}: a pod has neither this machine's loopback nor its files ({far[0]}); serve at an "
                 "address that pods reach (rollout.servers.host), and put programs into the pool's image"
             )
+        began = time.monotonic()
         api, leases = await self._open()
         spec = {
             "pool": self.config.pool or pool,
@@ -89,6 +90,7 @@ class KubernetesBackend:
             await self._bound(held, owner)
             sandbox = KubernetesSandbox(self.config, api, leases, held, owner, await self._token(api, held))
             await sandbox.connect()
+            leases.served(held, time.monotonic() - began)
             sandbox.begin(deadline_s)
             return sandbox
         except BaseException:
