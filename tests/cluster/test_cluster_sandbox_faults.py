@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from occamy.contracts.episode import Outcome
+from occamy.sandboxes.kubernetes import backend as backend_module
 from occamy.sandboxes.kubernetes.backend import KubernetesBackend, KubernetesSandbox
 from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 from occamy.sandboxes.protocol import (
@@ -54,6 +55,12 @@ def settings(node: Node) -> KubernetesSandboxConfig:
     """A tenant's settings."""
     kubeconfig = tenant(node.world.cluster, node.world.namespace)
     return KubernetesSandboxConfig(namespace=node.world.namespace, kubeconfig=kubeconfig, route="agent", **PATIENT)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator has all the time it needs to say why an agent is gone."""
+    monkeypatch.setattr(backend_module, "_REASON_S", PATIENCE_S)
 
 
 def within(settings: KubernetesSandboxConfig, body: Body, **changes: Any) -> None:
@@ -107,6 +114,7 @@ def test_holders_tell_how_soon_their_pods_served(node: Node, settings: Kubernete
     within(settings, body)
 
 
+@pytest.mark.usefixtures("told")
 def test_a_pod_that_is_deleted_ends_the_command_and_the_lease(node: Node, settings: KubernetesSandboxConfig) -> None:
     async def body(backend: KubernetesBackend) -> None:
         sandbox = await backend.lease("pool", "owner", 600.0)
@@ -123,6 +131,7 @@ def test_a_pod_that_is_deleted_ends_the_command_and_the_lease(node: Node, settin
     eventually(lambda: leases(node) == [])
 
 
+@pytest.mark.usefixtures("told")
 def test_a_pod_that_vanishes_without_a_word_is_told_by_the_operator(
     node: Node, settings: KubernetesSandboxConfig
 ) -> None:
@@ -193,6 +202,7 @@ def test_without_the_api_server_commands_go_on_and_leases_fail_in_time(
     eventually(lambda: leases(node) == [])
 
 
+@pytest.mark.usefixtures("told")
 @pytest.mark.parametrize(
     ("status", "kind", "words"),
     [
@@ -220,6 +230,7 @@ def test_what_the_operator_says_ends_a_lease(
     within(settings, body)
 
 
+@pytest.mark.usefixtures("told")
 def test_a_lease_that_somebody_deletes_is_lost(node: Node, settings: KubernetesSandboxConfig) -> None:
     async def body(backend: KubernetesBackend) -> None:
         sandbox = await backend.lease("pool", "owner", 600.0)
