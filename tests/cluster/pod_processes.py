@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import functools
-import itertools
+import random
 import subprocess
 import sys
 import threading
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from kubernetes import client
-from kubernetes.client.exceptions import ApiException
 
 from occamy.sandboxes.kubernetes.bundle import write_bundle
 
@@ -32,7 +31,6 @@ ALONE = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"
 PORT = 8750
 PATIENT = {"connect_seconds": 60.0, "api_seconds": 60.0, "bind_seconds": 180.0}
 """Settings of a tenant on a slow machine."""
-_octets = itertools.count(1)
 
 
 @functools.cache
@@ -100,10 +98,9 @@ class Node:
         if secret is None:
             return  # as a kubelet, which waits for it
         room = self.folder / f"{name}-{uid[:8]}"
-        (room / "workspace").mkdir(parents=True)
+        (room / "workspace").mkdir(parents=True, exist_ok=True)
         (room / "token").write_bytes(base64.b64decode(secret["data"]["token"]))
-        number = next(_octets)
-        address = f"127.77.{number // 250}.{number % 250 + 1}"
+        address = f"127.77.{random.randrange(256)}.{random.randrange(1, 255)}"  # other tests have theirs there as well
         command = [*ALONE] if first_process() else []
         command += ["env", "-i", "PATH=/usr/bin:/bin", sys.executable, "-I", "-S", str(self.bundle)]
         command += [
@@ -114,17 +111,19 @@ class Node:
             "--token",
             str(room / "token"),
         ]
-        agent = Daemon([*command, "--host", address, "--port", str(PORT)], room / "agent.log")
+        agent = Daemon([*command, "--host", address, "--port", str(PORT)], room / f"agent-{address}.log")
         self.agents[uid] = agent
-        agent.wait_until(lambda: "serves" in agent.tail())
+        try:
+            agent.wait_until(lambda: "serves" in agent.tail())
+            self._ready(name, uid, address)
+        except Exception:  # that address was taken, the pod is gone, the API server is away: the next step sees
+            self.agents.pop(uid).kill()
+
+    def _ready(self, name: str, uid: str, address: str) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         conditions = [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in ("PodScheduled", "Ready")]
         status = {"phase": "Running", "podIP": address, "startTime": now, "conditions": conditions}
-        try:
-            self.world.patch("pods", name, {"metadata": {"uid": uid}, "status": status}, "status")
-        except ApiException as problem:
-            if problem.status not in (404, 409):
-                raise
+        self.world.patch("pods", name, {"metadata": {"uid": uid}, "status": status}, "status")
 
 
 @contextmanager

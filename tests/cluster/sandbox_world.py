@@ -207,11 +207,8 @@ def nodes(world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: Tru
     def act(pod: dict[str, Any], key: tuple[str, bool]) -> None:
         try:
             settle(world, pod)
-        except ApiException as problem:
-            if problem.status not in (404, 409, 422):
-                done.discard(key)
         except Exception:
-            done.discard(key)
+            done.discard(key)  # tried again while it is listed
 
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()

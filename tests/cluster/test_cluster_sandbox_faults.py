@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kubernetes import client
+from kubernetes.client.exceptions import ApiException
 
 from occamy.contracts.episode import Outcome
 from occamy.sandboxes.kubernetes import backend as backend_module
@@ -29,7 +31,7 @@ from occamy.sandboxes.protocol import (
 from .cluster import Cluster, eventually
 from .daemons import PATIENCE_S
 from .pod_processes import PATIENT, Node, node_of_processes, tenant
-from .sandbox_world import World, install
+from .sandbox_world import World, call, install
 
 Body = Callable[[KubernetesBackend], Awaitable[None]]
 
@@ -200,6 +202,35 @@ def test_without_the_api_server_commands_go_on_and_leases_fail_in_time(
 
     within(settings, body, release_seconds=2.0)
     eventually(lambda: leases(node) == [])
+
+
+def test_a_release_that_is_refused_is_repeated(node: Node, settings: KubernetesSandboxConfig) -> None:
+    """As by an API server that has just started and knows no roles yet."""
+    rights = client.RbacAuthorizationV1Api(node.world.cluster.client())
+    space, held_by = node.world.namespace, node.world.cluster.client(settings.kubeconfig)
+    bound = rights.read_namespaced_role_binding("tenant", space)
+    again = client.V1RoleBinding(
+        metadata=client.V1ObjectMeta(name="tenant"), role_ref=bound.role_ref, subjects=bound.subjects
+    )
+
+    def allowed() -> bool:
+        try:
+            return bool(call(held_by, "GET", node.world.path("sandboxleases")))
+        except ApiException:
+            return False
+
+    async def body(backend: KubernetesBackend) -> None:
+        sandbox = await backend.lease("pool", "owner", 600.0)
+        await asyncio.to_thread(rights.delete_namespaced_role_binding, "tenant", space)
+        try:
+            await asyncio.to_thread(eventually, lambda: not allowed())
+            await sandbox.release()
+        finally:
+            await asyncio.to_thread(rights.create_namespaced_role_binding, space, again)
+        await asyncio.to_thread(eventually, lambda: leases(node) == [])
+
+    within(settings, body, release_seconds=1.0)
+    eventually(allowed)
 
 
 @pytest.mark.usefixtures("told")

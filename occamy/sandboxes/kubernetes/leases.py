@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from occamy.sandboxes.kubernetes.api import Api, ApiDown, ApiError
+from occamy.sandboxes.kubernetes.api import Api, ApiError
 from occamy.sandboxes.protocol import LeaseExpired, LeaseLost, SandboxDied, SandboxError
 
 GROUP = "occamy.dev"
@@ -80,6 +80,9 @@ class Leases:
         self._held[held.name] = held  # before it exists: no event of it is missed
         try:
             made = await self._api.call("POST", self._path, body)
+        except ApiError:
+            del self._held[held.name]
+            raise
         except BaseException:
             self.drop(held)  # it may exist all the same
             raise
@@ -182,18 +185,19 @@ class Leases:
             log.info("lease %s: not told: %s", name, e)
 
     async def _delete(self, name: str) -> None:
-        """Delete a lease, however long that takes. Its name is nobody else's."""
+        """Delete a lease, however long that takes. Its name is nobody else's.
+
+        A refusal need not last: an API server that has just started knows no roles yet.
+        """
         pause = _PAUSE_S[0]
         while True:
             try:
                 await self._api.call("DELETE", f"{self._path}/{name}")
                 return
-            except ApiDown as e:
+            except SandboxError as e:
+                if isinstance(e, ApiError) and e.status == 404:
+                    return
                 log.info("lease %s is not deleted yet: %s", name, e)
-            except ApiError as e:
-                if e.status != 404:
-                    log.warning("lease %s cannot be deleted, its deadline will end it: %s", name, e)
-                return
             await asyncio.sleep(pause)
             pause = min(2 * pause, _PAUSE_S[1])
 
