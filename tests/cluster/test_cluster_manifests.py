@@ -184,7 +184,7 @@ def test_rollouts_may_lease_and_exec_among_sandboxes_and_nothing_anywhere_else(
         review = {"spec": {"user": ROLLOUT, "resourceAttributes": asked}}
         return bool(api.create_subject_access_review(review).status.allowed)
 
-    eventually(lambda: may("occamy-sandboxes", "create", "occamy.dev", "sandboxleases", ""), 20)
+    eventually(lambda: may("occamy-sandboxes", "create", "occamy.dev", "sandboxleases", ""))
     assert {asked: may("occamy-sandboxes", *asked) for asked in MAY} == MAY
     for namespace in ("occamy", "occamy-system", "default"):
         assert {asked for asked in MAY if may(namespace, *asked)} == set(), namespace
