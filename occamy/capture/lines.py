@@ -47,9 +47,11 @@ def _swap(lines: Lines, trunk: str, fork: str, parent: Turn, answered: dict[tupl
     at = next(t.segment for t in lines[trunk] if t.ordinal == parent.ordinal)
     head = [t for t in lines[trunk] if t.ordinal <= parent.ordinal]
     tail = [t for t in lines[trunk] if t.ordinal > parent.ordinal]
-    first = at + (lines[fork][0].opened_by == _ANEW)
-    lines[trunk] = head + [_attached(replace(t, run=trunk, segment=first + t.segment), parent) for t in lines[fork]]
-    lines[fork] = [replace(t, run=fork, segment=t.segment - at) for t in tail]
+    opens = lines[fork][0]
+    first = at + (opens.opened_by == _ANEW)
+    joins = [replace(t, run=trunk, summary=parent.summary, segment=first + t.segment) for t in lines[fork]]
+    lines[trunk] = head + [_attached(t, parent) for t in joins]
+    lines[fork] = [replace(t, run=fork, summary=opens.summary, segment=t.segment - at) for t in tail]
     for i, turn in enumerate(lines[fork]):
         if turn.ordinal == tail[0].ordinal:
             lines[fork][i] = _detached(turn, parent.ordinal, _prompt(head), answered)

@@ -130,6 +130,17 @@ def test_a_dropped_line_whose_tools_had_changed_names_its_parent(talk: Talk) -> 
     assert [(t.ordinal, t.opened_by, t.parent_ordinal, t.parent_attempt) for t in dropped] == [(1, "tool_change", 0, 0)]
 
 
+def test_of_a_summary_that_forks_the_line_that_went_on_trains_and_the_dropped_one_does_not(talk: Talk) -> None:
+    talk.step(GET, role="aux-notes")
+    at_fork = talk.history
+    talk.step(B02, role="aux-notes")
+    talk.history = [*at_fork, {"role": "user", "content": "set tier of A01 to gold"}]
+    assert talk.step("done<end>", role="aux-notes") is Prefix.branch
+    captured = talk.captured()
+    assert talk.targets(captured, "aux-notes-0") == [[*talk.ids(GET), *talk.ids("done<end>")]]
+    assert talk.targets(captured, "aux-notes-1") == [[]]
+
+
 def rewritten(talk: Talk) -> None:
     talk.history = [ASK, {"role": "user", "content": "gold"}]
     assert talk.step("done<end>", rewrite="summary_replacement") is Prefix.rewrite
