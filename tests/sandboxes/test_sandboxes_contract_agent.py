@@ -229,3 +229,37 @@ def test_fewer_bytes_than_were_sent_are_a_short_write() -> None:
     answer = json.dumps({"size": 2, "fingerprint": "sha256:0"}).encode()
     with pytest.raises(ShortWrite, match="2 bytes sha256:0 arrived, 3 were sent"):
         check_arrived("lease l", answer, b"abc")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n<html>hello</html>",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+        b'HTTP/1.1 422 No\r\nContent-Length: 38\r\n\r\n{"error": "ValueError", "message": ""}\n',
+    ],
+)
+def test_what_is_no_agent_is_never_taken_for_one_whatever_it_answers(answer: bytes) -> None:
+    """The address of a pod that is gone may be anybody's, and a read that it answered would be graded."""
+
+    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async def body() -> None:
+        server = await asyncio.start_server(stranger, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+
+        async def dial() -> Line:
+            return await asyncio.open_connection("127.0.0.1", port)
+
+        for method, target in (("GET", "/file?path=a"), ("PUT", "/file?path=a"), ("GET", "/files"), ("POST", "/freeze")):
+            with pytest.raises(SandboxDied):
+                await AgentClient(dial, "token", "lease l").call(method, target, limit=1000, timeout_s=20)
+        server.close()
+
+    asyncio.run(body())

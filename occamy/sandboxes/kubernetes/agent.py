@@ -87,7 +87,7 @@ class Agent:
                 await _reply(writer, 200, await self._while_connected(self._exec(body), reader))
             case "GET", "/file":
                 data = await self._inside.read(query["path"], limit)
-                await _reply(writer, 200, data, fingerprint=_fingerprint(data))
+                await _reply(writer, 200, data)
             case "PUT", "/file":
                 await self._inside.write(query["path"], body)
                 await _reply(writer, 200, json.dumps({"size": len(body), "fingerprint": _fingerprint(body)}).encode())
@@ -169,8 +169,9 @@ class _Chunks:
         await self._writer.drain()
 
 
-async def _reply(writer: asyncio.StreamWriter, status: int, body: bytes, **headers: str) -> None:
-    writer.write(make_head(f"HTTP/1.1 {status} .", {"Content-Length": str(len(body)), **headers}))
+async def _reply(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
+    headers = {"Content-Length": str(len(body)), "Fingerprint": _fingerprint(body)}
+    writer.write(make_head(f"HTTP/1.1 {status} .", headers))
     writer.write(body)
     await writer.drain()
 

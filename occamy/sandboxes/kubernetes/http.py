@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 HEAD_BYTES = 16 << 10
 """Largest head of a message. Our choice."""
 _PIECE = 1 << 16
+_DIGITS = 18
+"""Longest number of bytes that is read: Python refuses to read numbers of some thousand digits."""
 
 
 class Malformed(Exception):
@@ -29,7 +31,7 @@ class Head:
     def length(self, limit: int) -> int:
         """Bytes of the body. Raises Malformed when it says none, or more than `limit`."""
         said = self.headers.get("content-length", "0")
-        if not said.isascii() or not said.isdecimal() or int(said) > limit:
+        if not said.isascii() or not said.isdecimal() or len(said) > _DIGITS or int(said) > limit:
             raise Malformed(f"a body of {said[:20]!r} bytes; at most {limit} are taken")
         return int(said)
 

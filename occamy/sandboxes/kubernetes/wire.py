@@ -63,9 +63,11 @@ class AgentClient:
             writer.close()
         else:
             self._idle.append((reader, writer))
-        if head.first[1] != "200" or "error" in trailer:
-            raise self._error(head.first[1], answer if head.first[1] != "200" else trailer["error"].encode())
-        _check_fingerprint(self._who, head.headers | trailer, answer)
+        if "error" in trailer:
+            raise self._error("200", trailer["error"].encode())
+        _check_fingerprint(self._who, head, trailer, answer)
+        if head.first[1] != "200":
+            raise self._error(head.first[1], answer)
         return answer
 
     def close(self) -> None:
@@ -138,9 +140,12 @@ def fingerprint(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def _check_fingerprint(who: str, headers: dict[str, str], data: bytes) -> None:
-    said = headers.get("fingerprint")
-    if said is not None and said != fingerprint(data):
+def _check_fingerprint(who: str, head: Head, trailer: dict[str, str], data: bytes) -> None:
+    """Raise SandboxDied for what an agent did not send, or sent otherwise: it says the fingerprint of every answer."""
+    said = (head.headers | trailer).get("fingerprint")
+    if said is None:
+        raise SandboxDied(f"{who}: an answer {head.first[1]} that is no agent's: {data[:200]!r}")
+    if said != fingerprint(data):
         raise SandboxDied(f"{who}: what arrived is not what its agent sent")
 
 
