@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from occamy.rollout.evidence import Evidence
 from occamy.rollout.grading import Grade, grade
 from occamy.rollout.jobs import EpisodeJob
 from occamy.rollout.workspace import LiveWorld, open_world
-from occamy.sandboxes.protocol import Sandbox, SandboxBackend, SandboxError
+from occamy.sandboxes.protocol import LeaseExpired, Sandbox, SandboxBackend, SandboxError, WorkspaceRefused
 from occamy.worlds.tools import tool_schemas
 from occamy.worlds.world import Event
 
@@ -104,8 +105,7 @@ async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[
         world = await open_world(job.task.world, sandbox)
         run = await place.harness.run(_assignment(job, place, key, world, sandbox))
         await world.end()
-        await sandbox.freeze()
-        return run, await world.state(), world.events
+        return run, await _export(world, sandbox), world.events
     except (SandboxError, OSError) as e:
         outcome = e.outcome if isinstance(e, SandboxError) else Outcome.infra_failed
         run = dataclasses.replace(run, outcome=outcome, error=f"{type(e).__name__}: {e}")
@@ -115,6 +115,22 @@ async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[
             world.close()
         if sandbox is not None:
             await sandbox.release()
+
+
+async def _export(world: LiveWorld, sandbox: Sandbox) -> dict[str, Any]:
+    """The final state, of a workspace that stands still.
+
+    Raises SandboxError: the agent is done, so the time that is used up here is not its own, but the names of files are.
+    """
+    try:
+        await sandbox.freeze()
+        return await world.state()
+    except LeaseExpired as e:
+        raise SandboxError(f"the final state was not read in time: {e}") from e
+    except OSError as e:
+        if not isinstance(e, FileNotFoundError) and e.errno != errno.ENAMETOOLONG:
+            raise
+        raise WorkspaceRefused(f"a file lies too deep to be read: {str(e)[:200]}") from e
 
 
 async def _lease(job: EpisodeJob, place: Place) -> Sandbox:

@@ -47,11 +47,18 @@ class SandboxWorkspace:
     def list(self) -> list[str]:
         return [path for path in self._wait_for(self._sandbox.files()) if is_text(path)]
 
+    def check(self) -> None:
+        """Raise the fault that a call has met, if any."""
+        if self._fault is not None:
+            raise self._fault
+
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of the loop's work. Raises what it raises."""
-        if self._fault is not None:
+        try:
+            self.check()
+        except SandboxError:
             work.close()
-            raise self._fault
+            raise
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except SandboxError as e:
@@ -62,10 +69,11 @@ class SandboxWorkspace:
 class LiveWorld:
     """A world that an agent acts in. One call at a time, and none after the end."""
 
-    def __init__(self, world: World, *, may_block: bool) -> None:
-        self.may_block = may_block
+    def __init__(self, world: World, check: Callable[[], None] | None = None) -> None:
+        """`check` is that of the world's workspace, where that is not on this machine."""
+        self.may_block = check is not None
         """Whether its calls wait for another machine, and may not be made from the event loop."""
-        self._world = world
+        self._world, self._check = world, check
         self._busy = threading.Lock()
         self._ended = False
 
@@ -82,8 +90,13 @@ class LiveWorld:
             return self._world.call(name, arguments)
 
     async def end(self) -> None:
-        """Wait for a call that nobody waits for any more, and take no other: what is graded stands still."""
+        """Wait for a call that nobody waits for any more, and take no other: what is graded stands still.
+
+        Raises SandboxError when a call has met a fault of the workspace.
+        """
         await self._do(self._end)
+        if self._check is not None:
+            self._check()
 
     async def state(self) -> dict[str, Any]:
         """`World.state`. Raises SandboxError."""
@@ -107,6 +120,6 @@ async def open_world(spec: WorldSpec, sandbox: Sandbox) -> LiveWorld:
     A workspace on this machine is used as the folder that it is, without threads.
     """
     if isinstance(sandbox, LocalSandbox):
-        return LiveWorld(World(spec, FolderWorkspace(sandbox.workspace)), may_block=False)
+        return LiveWorld(World(spec, FolderWorkspace(sandbox.workspace)))
     workspace = SandboxWorkspace(sandbox, asyncio.get_running_loop())
-    return LiveWorld(await in_thread(lambda: World(spec, workspace)), may_block=True)
+    return LiveWorld(await in_thread(lambda: World(spec, workspace)), workspace.check)

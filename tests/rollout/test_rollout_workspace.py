@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -33,7 +34,7 @@ from occamy.rollout.replay import replay_state
 from occamy.rollout.workspace import LiveWorld, SandboxWorkspace
 from occamy.sandboxes.config import Limits, LocalSandboxConfig
 from occamy.sandboxes.local import LocalBackend
-from occamy.sandboxes.protocol import LeaseExpired, Sandbox, SandboxBackend, SandboxDied
+from occamy.sandboxes.protocol import LeaseExpired, PathRefused, Sandbox, SandboxBackend, SandboxDied
 from occamy.worlds.workspace import FolderWorkspace, MemoryWorkspace
 from occamy.worlds.world import World
 
@@ -107,6 +108,34 @@ def attempt(
         return asyncio.run(run(proxy))
 
 
+class Leaving:
+    """A harness whose agent, at its end, leaves a file under a path that no system call takes."""
+
+    def __init__(self, leases: Path) -> None:
+        self._inner, self._leases = load("react"), leases
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def run(self, task: Assignment) -> AgentRun:
+        run = await self._inner.run(task)
+        [folder] = [os.open(p, os.O_RDONLY) for p in self._leases.rglob("workspace") if p.is_dir()]
+        for _ in range(20):
+            os.mkdir("d" * 255, dir_fd=folder)
+            inner = os.open("d" * 255, os.O_RDONLY, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        os.close(os.open("f", os.O_CREAT, dir_fd=folder))
+        os.close(folder)
+        return run
+
+
+def test_a_file_too_deep_to_be_read_is_the_agents_fault(task: TaskContract, checkpoint: Path, tmp_path: Path) -> None:
+    result, _ = attempt(task, checkpoint, tmp_path / "a", harness=Leaving(tmp_path / "a" / "leases"))
+    assert (result.record.outcome, result.record.quarantine) == (Outcome.agent_failed, None)
+    assert "a file lies too deep to be read" in result.record.error
+
+
 def test_an_episode_elsewhere_is_the_same_as_here_byte_for_byte(
     task: TaskContract, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -137,8 +166,11 @@ def test_an_episode_elsewhere_is_the_same_as_here_byte_for_byte(
         ("after write", 2, SandboxDied, Outcome.infra_failed),  # it arrived, and nobody knows
         ("write", 2, LeaseExpired, Outcome.timed_out),
         ("freeze", 1, SandboxDied, Outcome.infra_failed),
+        ("freeze", 1, LeaseExpired, Outcome.infra_failed),  # the agent was done in time
         ("files", 1, SandboxDied, Outcome.infra_failed),  # the final state
+        ("files", 1, LeaseExpired, Outcome.infra_failed),
         ("read", 2, ConnectionResetError, Outcome.infra_failed),
+        ("read", 2, PathRefused, Outcome.agent_failed),  # a name that no request takes
     ],
 )
 def test_a_sandbox_that_fails_is_a_typed_outcome_and_never_a_reward_of_zero(
@@ -160,7 +192,7 @@ def test_a_sandbox_that_fails_is_a_typed_outcome_and_never_a_reward_of_zero(
 
     result, evidence = attempt(task, checkpoint, tmp_path / "a", before)
     record = result.record
-    assert record.outcome is outcome and "the pod is gone" in record.error
+    assert record.outcome is outcome and ("the pod is gone" in record.error or kind is PathRefused)
     if outcome is Outcome.infra_failed:
         assert record.quarantine is QuarantineReason.infra_failed
     assert (record.score, record.success, record.final_fingerprint, evidence.state) == (0.0, False, "", {})
@@ -292,7 +324,7 @@ class Slow(MemoryWorkspace):
 
 def test_a_call_that_nobody_waits_for_any_more_is_done_before_the_end_and_none_comes_after_it() -> None:
     workspace = Slow()
-    world = LiveWorld(World(SPEC, workspace), may_block=True)
+    world = LiveWorld(World(SPEC, workspace), check=lambda: None)
     given_up = threading.Thread(target=world.call, args=("file_write", '{"path":"f","text":"1"}'))
 
     async def body() -> dict[str, Any]:

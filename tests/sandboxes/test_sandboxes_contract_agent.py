@@ -257,9 +257,9 @@ def test_what_is_no_agent_is_never_taken_for_one_whatever_it_answers(answer: byt
         async def dial() -> Line:
             return await asyncio.open_connection("127.0.0.1", port)
 
-        for method, target in (("GET", "/file?path=a"), ("PUT", "/file?path=a"), ("GET", "/files"), ("POST", "/freeze")):
+        for request in ("GET /file?path=a", "PUT /file?path=a", "GET /files", "POST /freeze"):
             with pytest.raises(SandboxDied):
-                await AgentClient(dial, "token", "lease l").call(method, target, limit=1000, timeout_s=20)
+                await AgentClient(dial, "token", "lease l").call(*request.split(), limit=1000, timeout_s=20)
         server.close()
 
     asyncio.run(body())
