@@ -241,7 +241,10 @@ def _override(data: dict[str, Any], text: str) -> None:
         if not isinstance(child, dict):
             raise RecipeError(f"--set {text!r}: {part!r} is a value ({child!r}), it has no key {last!r}")
         node = child
-    node[last] = yaml.safe_load(value)
+    try:
+        node[last] = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError) as e:
+        raise RecipeError(f"--set {text!r}: the value is not YAML: {' '.join(str(e).split())}") from e
 
 
 def _refuse_unknown(data: Mapping[str, Any], model: type[BaseModel], prefix: str) -> None:

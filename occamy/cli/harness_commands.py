@@ -141,6 +141,8 @@ def rollout_command(args: argparse.Namespace) -> int:
         context_limit=args.context_limit or max(_CONTEXT, least),
         max_new_tokens=args.max_new_tokens,
     )
+    if config.harness != args.harness:
+        raise ValueError(f"--set rollout.harness={config.harness} contradicts --harness {args.harness}; leave it out")
     checkpoint = args.checkpoint or base_checkpoint()
     sampler = Sampler(checkpoint, "oracle" if args.engine is None else checkpoint.name, args.engine)
     tasks = load_release(args.tasks).tasks[: args.limit]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from ipaddress import IPv4Address
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from occamy.contracts.record import Record
 from occamy.contracts.task import Pool
@@ -47,6 +47,12 @@ class ServersConfig(Record):
         if not host.startswith("$") and IPv4Address(host).is_unspecified:
             raise ValueError(f"{host} is no address that can be called; name the one that sandboxes reach")
         return host
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Self:
+        if self.proxy_port == self.tools_port != 0:
+            raise ValueError(f"proxy_port and tools_port are both {self.proxy_port}; each server needs its own")
+        return self
 
     def address(self) -> str:
         """The address itself. Raises ValueError when the environment has none."""

@@ -75,6 +75,8 @@ def test_what_cannot_be_rolled_out_is_said(
     assert "nowhere/hermes holds no such program; run `occamy harness install hermes`" in missing
     react = ("rollout", "--harness", "react", *out)
     assert "leave out --profile" in failing(capsys, *react, "--profile", "laptop")
+    other = failing(capsys, *react, "--set", "rollout.harness=briefed")
+    assert "--set rollout.harness=briefed contradicts --harness react" in other
     assert "there is only rollout" in failing(capsys, *react, "--set", "sao.steps=1")
     pods = (*react, "--set", "rollout.sandbox.backend=kubernetes")
     assert "rollout.sandbox.namespace: Field required" in failing(capsys, *pods)
