@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,15 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"usage: occamy {command}" in text and len(text) > 200
 
 
-@pytest.mark.parametrize("kind", ["composition", "adapter"])
+@pytest.mark.parametrize("kind", ["composition", "adapter", "adapter, Python reached by a link"])
 def test_one_harness_or_another_on_the_same_tasks(
-    kind: str, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = "react"
-    if kind == "adapter":
+    if "link" in kind:
+        (tmp_path / "link").symlink_to(Path(sys.executable).parent)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "link" / Path(sys.executable).name))
+    if "adapter" in kind:
         page = (Path(__file__).parents[2] / "docs" / "harnesses.md").read_text()
         for name, language in (("toy.py", "python"), ("toy.yaml", "yaml")):
             found = re.search(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,13 @@ from occamy.contracts.episode import Outcome
 from occamy.contracts.record import Record, digest_bytes
 from occamy.harness.adapters.declaration import Adapter, Command, Service, fill
 from occamy.harness.adapters.ending import Ended, read_ending
-from occamy.harness.adapters.program import installed_version, program_folder, readable, stated_version
+from occamy.harness.adapters.program import (
+    installed_version,
+    program_folder,
+    readable,
+    stated_version,
+    this_python,
+)
 from occamy.harness.adapters.served import ServedTools
 from occamy.harness.adapters.service import drive
 from occamy.harness.assignment import AgentRun, Assignment, Outside, Watched
@@ -167,7 +172,7 @@ class AdapterHarness:
                     f"harness {name}: the sandbox has version {found} in {program}, the adapter is for "
                     f"{self.adapter.version}; put that into the pool's image, or set rollout.sandbox.programs"
                 )
-        python = sys.executable if own is None else own.python
+        python = str(this_python()) if own is None else own.python
         return {"home": home, "workspace": workspace, "program": program, "python": python}
 
     def _places(self, task: Assignment, access: ToolAccess) -> dict[str, Any]:

@@ -84,6 +84,13 @@ def readable(adapter: Adapter) -> list[Path]:
     return sorted(folder.resolve() for folder in folders)
 
 
+def this_python() -> Path:
+    """This Python, where `readable` has it: links to its folder are resolved, and its own is not, which makes it that
+    of a virtual environment."""
+    found = Path(sys.executable)
+    return found.parent.resolve() / found.name
+
+
 def stated_version(text: str, installed: Installed) -> str | None:
     """The version that a version file states."""
     found = re.search(installed.version_pattern, text, re.MULTILINE)
