@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from occamy.contracts.episode import Outcome
 from occamy.contracts.task import Budget, FieldSpec, WorldSpec
 from occamy.harness.adapters.declaration import Adapter
 from occamy.harness.adapters.launch import AdapterHarness
-from occamy.harness.adapters.program import FOLDER
+from occamy.harness.adapters.program import FOLDER, this_python
 from occamy.harness.assignment import AgentRun, Assignment, Outside, Programs
 from occamy.harness.client import open_http
 from occamy.sandboxes.config import LocalSandboxConfig
@@ -216,7 +215,7 @@ def test_a_sandbox_with_programs_of_its_own_is_asked_for_their_version(
 
     def said(name: str) -> str:
         (tmp_path / name).mkdir()
-        programs = Programs(sys.executable, str(tmp_path / "programs" / name))
+        programs = Programs(str(this_python()), str(tmp_path / "programs" / name))
         script = "import json, sys\nprint(json.load(open(sys.argv[1]))['at'])\n"
         setup = {"etc/setup.json": {"at": "{program}"}}
         run, _, _ = play(tmp_path / name, script, config=setup, programs=programs, installed=installed)
