@@ -83,6 +83,11 @@ async def run_episode(job: EpisodeJob, place: Place) -> tuple[EpisodeResult, Evi
     captured = place.proxy.close_episode(job.episode_id)
     if isinstance(place.harness, AdapterHarness):
         run = _as_the_proxy_saw(run, captured)
+    if (size := _characters(state, events)) > _MOST_CHARACTERS:
+        if run.outcome is not Outcome.infra_failed:
+            why = f"{size} characters of files and of answers of tools; at most {_MOST_CHARACTERS} are graded"
+            run = dataclasses.replace(run, outcome=Outcome.agent_failed, error=why)
+        state, events = {}, ()
     unscored = run.outcome is Outcome.infra_failed or not state
     judged = _UNSCORED if unscored else grade(job.task, state, events, run.answer, run.outcome is Outcome.completed)
     seconds = time.monotonic() - began
@@ -93,6 +98,15 @@ async def run_episode(job: EpisodeJob, place: Place) -> tuple[EpisodeResult, Evi
 
 
 _UNSCORED = Grade(score=0.0, success=False, goals_met=(), forbidden=())
+_MOST_CHARACTERS = 100_000_000
+"""What one episode may leave behind. Our choice; JSON writes at most six bytes for each, and SQLite's largest row,
+which holds them as evidence, has 10^9."""
+
+
+def _characters(state: dict[str, Any], events: Sequence[Event]) -> int:
+    """Size of what an agent can make large: texts of files, and what tools answered and were asked."""
+    files = sum(map(len, state.get("files", {}).values()))
+    return files + sum(len(event.response) + len(str(event.arguments)) for event in events)
 
 
 async def _act(job: EpisodeJob, place: Place, key: str) -> tuple[AgentRun, dict[str, Any], Sequence[Event]]:
