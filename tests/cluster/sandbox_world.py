@@ -186,9 +186,11 @@ class World:
 
 
 @contextmanager
-def nodes(world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: True) -> Iterator[None]:
+def nodes(
+    world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: True, *, linger: bool = True
+) -> Iterator[None]:
     """Do to pods what a node does: mark those that `serves` chooses ready, and let those that are being deleted go. A
-    finalizer stands for the time that a container takes to stop."""
+    finalizer stands for the time that a container takes to stop, unless none should `linger`."""
     stop, done = threading.Event(), set[tuple[str, bool]]()
 
     def loop() -> None:
@@ -206,7 +208,7 @@ def nodes(world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: Tru
 
     def act(pod: dict[str, Any], key: tuple[str, bool]) -> None:
         try:
-            settle(world, pod)
+            settle(world, pod, linger)
         except Exception:
             done.discard(key)  # tried again while it is listed
 
@@ -244,7 +246,7 @@ def following(world: World, stop: threading.Event) -> Iterator[dict[str, Any]]:
                     yield event["object"]
 
 
-def settle(world: World, pod: dict[str, Any]) -> None:
+def settle(world: World, pod: dict[str, Any], linger: bool = True) -> None:
     """One pod: to Ready, or out of the way."""
     name, meta = pod["metadata"]["name"], pod["metadata"]
     same = {"uid": meta["uid"]}
@@ -254,5 +256,6 @@ def settle(world: World, pod: dict[str, Any]) -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     conditions = [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in ("PodScheduled", "Ready")]
     status = {"phase": "Running", "podIP": "10.1.2.3", "startTime": now, "conditions": conditions}
-    world.patch("pods", name, {"metadata": {**same, "finalizers": ["test.occamy.dev/node"]}})
+    if linger:
+        world.patch("pods", name, {"metadata": {**same, "finalizers": ["test.occamy.dev/node"]}})
     world.patch("pods", name, {"metadata": same, "status": status}, "status")

@@ -50,10 +50,10 @@ def pods_by_lease(world: World) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_fifty_claims_at_once_get_fifty_pods_twenty_times(world: World) -> None:
     world.start()
-    with nodes(world), ThreadPoolExecutor(CLAIMS) as clients:
+    with nodes(world, linger=False), ThreadPoolExecutor(CLAIMS) as clients:
         world.pool(warm=CLAIMS, max=4 * CLAIMS, batch=50)
         for turn in range(20):
             world.ready("p", CLAIMS)
@@ -71,7 +71,7 @@ def test_fifty_claims_at_once_get_fifty_pods_twenty_times(world: World) -> None:
     assert errors == []
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_killed_at_random_points_nothing_leaks_and_nothing_is_claimed_twice(world: World) -> None:
     """Two hundred leases come and go while the operator is killed with -9 again and again."""
     chance = random.Random(4)
