@@ -245,7 +245,7 @@ def test_an_operator_with_rights_in_one_namespace_serves_it(cluster: Cluster, na
             world.pool(warm=1)
             world.lease("one", ttlSeconds=10)
             world.until("one", "Bound")
-            assert world.until("one", "Expired", 40)["reason"] == "DeadlinePassed"
+            assert world.until("one", "Expired")["reason"] == "DeadlinePassed"
     finally:
         assert world.operator is not None
         world.operator.stop(10)

@@ -65,7 +65,7 @@ def world(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
         proxy = {"proxy": {"cidr": f"{gateway}/32", "ports": [free_port(), free_port()]}}
         template = {"image": IMAGE, "resources": SMALL, "workspaceSize": "200Mi"}
         started.pool("cowork", template=template, warm=2, max=6, network=proxy)
-        started.ready("cowork", 2, 120)
+        started.ready("cowork", 2)
         yield started
         assert started.operator is not None
         started.operator.stop(10)
