@@ -243,7 +243,7 @@ def test_an_operator_with_rights_in_one_namespace_serves_it(cluster: Cluster, na
     try:
         with nodes(world):
             world.pool(warm=1)
-            world.lease("one", ttlSeconds=10)
+            world.lease("one", ttlSeconds=20)
             world.until("one", "Bound")
             assert world.until("one", "Expired")["reason"] == "DeadlinePassed"
     finally:
