@@ -189,8 +189,8 @@ class World:
 def nodes(
     world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: True, *, linger: bool = True
 ) -> Iterator[None]:
-    """Do to pods what a node does: mark those that `serves` chooses ready, and let those that are being deleted go. A
-    finalizer stands for the time that a container takes to stop, unless none should `linger`."""
+    """Do to pods what a node does: mark those that `serves` chooses ready once their secret is there, and let those
+    that are being deleted go. A finalizer stands for the time that a container takes to stop, unless none should `linger`."""
     stop, done = threading.Event(), set[tuple[str, bool]]()
 
     def loop() -> None:
@@ -253,6 +253,9 @@ def settle(world: World, pod: dict[str, Any], linger: bool = True) -> None:
     if "deletionTimestamp" in meta:
         world.patch("pods", name, {"metadata": {**same, "finalizers": None}})
         return
+    for volume in pod["spec"].get("volumes", ()):
+        if secret := volume.get("secret"):
+            eventually(lambda name=secret["secretName"]: world.read("secrets", name), 1)  # type: ignore[misc]
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     conditions = [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in ("PodScheduled", "Ready")]
     status = {"phase": "Running", "podIP": "10.1.2.3", "startTime": now, "conditions": conditions}

@@ -331,7 +331,7 @@ def test_the_first_command_with_the_agent_and_through_pods_exec(
         other = KubernetesBackend(settings.model_copy(update={"route": "exec"}))
         for turn in range(9):
             for route, used in zip(routes, (backend, other)):
-                await asyncio.to_thread(world.ready, "pool", 2, 60)
+                await asyncio.to_thread(world.ready, "pool", 2)
                 began = time.monotonic()
                 sandbox = await used.lease("pool", "owner", 600.0)
                 bound = time.monotonic()
