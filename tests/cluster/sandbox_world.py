@@ -190,7 +190,7 @@ def nodes(
     world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: True, *, linger: bool = True
 ) -> Iterator[None]:
     """Do to pods what a node does: mark those that `serves` chooses ready once their secret is there, and let those
-    that are being deleted go. A finalizer stands for the time that a container takes to stop, unless none should `linger`."""
+    that are being deleted go. A finalizer stands for the time that a container takes to stop, unless none `linger`."""
     stop, done = threading.Event(), set[tuple[str, bool]]()
 
     def loop() -> None:
