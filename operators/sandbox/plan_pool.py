@@ -111,8 +111,10 @@ def _ended(idle: Iterable[Pod], seen: Observed, now: float) -> list[Deletion]:
 
 def _surplus(kept: list[Pod], warm: int) -> list[Deletion]:
     """Beyond the target: those that do not serve first, then the oldest."""
+    if len(kept) <= warm:
+        return []
     ranked = sorted(kept, key=lambda p: (p.ready, p.created, p.slot))
-    return [Deletion(p, "ScaledDown") for p in ranked[: max(0, len(kept) - warm)]]
+    return [Deletion(p, "ScaledDown") for p in ranked[: len(kept) - warm]]
 
 
 def _outdated(alive: list[Pod], kept: list[Pod], late: set[str], budget: int) -> list[Deletion]:
@@ -159,6 +161,8 @@ def _wake(spec: PoolSpec, seen: Observed, idle: list[Pod], now: float) -> float 
     for p in idle:
         if p.ended is not None:
             moments.append(p.ended + RETRY_S)
-        else:
-            moments.append(p.created + (spec.idle_seconds if p.ready else min(spec.start_seconds, spec.idle_seconds)))
+        elif not p.ready:
+            moments.append(p.created + min(spec.start_seconds, spec.idle_seconds))
+    serving = {p.created for p in idle if p.ready and p.ended is None}
+    moments += [created + spec.idle_seconds for created in serving]
     return min((m for m in moments if m > now), default=None)

@@ -39,10 +39,12 @@ POOLS = (10, 100, 500)
 """Warm pods in the pool."""
 IDLE_S = 25.0
 """Looked at without claims; one complete list of the operator falls into it."""
+REST_S = 3.0
+"""Between the readiness of real pods and the claims: what a pod does in its first moments is not the claim's."""
 IMAGE = "localhost/sandbox-python:1"
 TEMPLATE = {
     "image": IMAGE,
-    "resources": {"cpu": "500m", "cpuRequest": "10m", "memory": "256Mi", "ephemeralStorage": "64Mi"},
+    "resources": {"cpu": "1", "cpuRequest": "10m", "memory": "256Mi", "ephemeralStorage": "64Mi"},
     "workspaceSize": "32Mi",
 }
 
@@ -184,7 +186,7 @@ def on_control_plane(assets: Assets, folder: Path, scale: float) -> dict[str, An
                     for count, turns in TURNS.items()
                 ]
                 busy = await without_pause(claims, operator, 10, max(2, round(20 * scale)))
-                sizes = [await in_a_pool_of(claims, operator, n, max(2, round(20 * scale))) for n in POOLS]
+                sizes = [await in_a_pool_of(claims, operator, n, max(2, round(30 * scale))) for n in POOLS]
         first, last = (row["operator_cpu_ms_per_claim"] for row in (sizes[0], sizes[-1]))
         return {
             "pods": "marked Running and Ready by the benchmark as soon as they are there; no container runs",
@@ -231,6 +233,7 @@ async def first_command(
     world.patch("sandboxpools", "p", {"spec": {"warm": warm}})
     for turn in range(turns + 1):  # the first opens the backend's watch
         await settled()
+        await asyncio.sleep(REST_S)
         await asyncio.gather(*(episode(turn > 0) for _ in range(count if turn else 1)))
     await backend.close()
     return {
@@ -271,6 +274,7 @@ def main() -> None:
         parser.error(str(problem))
     result: dict[str, Any] = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load average before": round(os.getloadavg()[0], 1),
         "kubernetes": f"1.{assets.minor()}; API server, etcd, controllers, operator and clients on this machine",
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -286,7 +290,7 @@ def main() -> None:
 
 def show(result: dict[str, Any]) -> None:
     """Print one line a row."""
-    print(result["machine"], "·", result["kubernetes"])
+    print(result["machine"], "· load average", result["load average before"], "·", result["kubernetes"])
     for place in ("api server", "node"):
         for title, found in result[place].items():
             rows = found if isinstance(found, list) else [found]
