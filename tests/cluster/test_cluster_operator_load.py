@@ -109,11 +109,18 @@ def test_killed_at_random_points_nothing_leaks_and_nothing_is_claimed_twice(worl
         for name in names:
             world.delete("sandboxleases", name)
         world.ready("p", 6)
-        pods = eventually(lambda: pods if len(pods := world.list("pods")) == 6 else None)
-        assert pods is not None
-        kept = {pod["metadata"]["uid"] for pod in pods}
-        for kind in ("secrets", "networkpolicies"):
-            eventually(lambda kind=kind: owners(world, kind) == kept)  # type: ignore[misc]
+
+        def clean() -> bool:
+            """Six warm pods that nothing takes away, and nothing that belongs to any other."""
+            pods = [pod["metadata"] for pod in world.list("pods")]
+            kept = {
+                pod["uid"]
+                for pod in pods
+                if "deletionTimestamp" not in pod and "occamy.dev/lease-uid" not in pod["labels"]
+            }
+            return len(kept) == len(pods) == 6 and owners(world, "secrets") == owners(world, "networkpolicies") == kept
+
+        eventually(clean)
 
 
 def owners(world: World, kind: str) -> set[str]:
