@@ -87,7 +87,7 @@ async def run_episode(job: EpisodeJob, place: Place) -> tuple[EpisodeResult, Evi
         if run.outcome is not Outcome.infra_failed:
             why = f"{size} characters of files and of answers of tools; at most {_MOST_CHARACTERS} are graded"
             run = dataclasses.replace(run, outcome=Outcome.agent_failed, error=why)
-        state, events = {}, ()
+        state, events = {}, events if _characters({}, events) <= _MOST_CHARACTERS else ()
     unscored = run.outcome is Outcome.infra_failed or not state
     judged = _UNSCORED if unscored else grade(job.task, state, events, run.answer, run.outcome is Outcome.completed)
     seconds = time.monotonic() - began

@@ -139,11 +139,16 @@ def test_a_file_too_deep_to_be_read_is_the_agents_fault(task: TaskContract, chec
 def test_more_than_can_be_kept_as_evidence_is_the_agents_fault(
     task: TaskContract, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("occamy.rollout.episode._MOST_CHARACTERS", 20)
-    result, evidence = attempt(task, checkpoint, tmp_path / "a")
-    assert (result.record.outcome, result.record.quarantine, result.record.reward) == (Outcome.agent_failed, None, 0.0)
-    assert "characters of files and of answers of tools; at most 20 are graded" in result.record.error
-    assert (evidence.state, evidence.events, evidence.goals_met) == ({}, (), ())
+    _, whole = attempt(task, checkpoint, tmp_path / "whole")
+    calls = sum(len(event.response) + len(str(event.arguments)) for event in whole.events)
+    for name, most, events in (("files", calls, whole.events), ("calls", calls - 1, ())):
+        monkeypatch.setattr("occamy.rollout.episode._MOST_CHARACTERS", most)
+        result, evidence = attempt(task, checkpoint, tmp_path / name)
+        record = result.record
+        assert (record.outcome, record.quarantine, record.reward) == (Outcome.agent_failed, None, 0.0)
+        assert f"characters of files and of answers of tools; at most {most} are graded" in record.error
+        assert (evidence.state, tuple(evidence.events), evidence.goals_met) == ({}, tuple(events), ())
+        assert not events or replay_state(record, evidence, task) == []
 
 
 def test_an_episode_elsewhere_is_the_same_as_here_byte_for_byte(
