@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from occamy.contracts.task import WorldSpec
 from occamy.harness.dispatch import in_thread
+from occamy.sandboxes import archive
 from occamy.sandboxes.local import LocalSandbox
 from occamy.sandboxes.protocol import PathRefused, Sandbox, SandboxError
 from occamy.worlds.workspace import FolderWorkspace, check_new_path, check_path, is_text
@@ -33,7 +34,7 @@ class SandboxWorkspace:
             data = self._wait_for(self._sandbox.read(check_path(path)))
         except PathRefused:  # a folder, a link, a name that no disk takes
             raise FileNotFoundError(path) from None
-        return data.decode("utf-8", errors="backslashreplace")
+        return _text(data)
 
     def write(self, path: str, text: str) -> None:
         self._wait_for(self._sandbox.write(check_new_path(path), text.encode()))
@@ -46,6 +47,11 @@ class SandboxWorkspace:
 
     def list(self) -> list[str]:
         return [path for path in self._wait_for(self._sandbox.files()) if is_text(path)]
+
+    def texts(self) -> dict[str, str]:
+        """One request, however many files an agent has made."""
+        exported = archive.contents(self._wait_for(self._sandbox.snapshot()).archive)
+        return {path: _text(data) for path, data in exported.items() if is_text(path)}
 
     def check(self) -> None:
         """Raise the fault that a call has met, if any."""
@@ -64,6 +70,10 @@ class SandboxWorkspace:
         except SandboxError as e:
             self._fault = e
             raise
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", errors="backslashreplace")
 
 
 class LiveWorld:

@@ -88,6 +88,13 @@ def unpack(archive: bytes, root: Path, limit: int) -> None:
         raise ValueError(f"{len(archive)} bytes that are no tar archive ({e}); give a snapshot's archive") from e
 
 
+def contents(archive: bytes) -> dict[str, bytes]:
+    """The regular files of a snapshot's archive by path, sorted; names as `files` gives them."""
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+        found = {member.name: tar.extractfile(member) for member in tar if member.isreg()}
+        return {name: content.read() for name, content in sorted(found.items()) if content is not None}
+
+
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> None:
     parts_of(member.name)
     if member.isdir():

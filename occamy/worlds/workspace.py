@@ -28,6 +28,9 @@ class Workspace(Protocol):
 
     def list(self) -> list[str]: ...
 
+    def texts(self) -> dict[str, str]:
+        """Every file that `list` names, in its order, with what `read` gives."""
+
 
 def check_path(path: str) -> str:
     """Return `path` when it is relative and cannot leave the workspace; else raise ValueError."""
@@ -80,6 +83,9 @@ class MemoryWorkspace:
     def list(self) -> list[str]:
         return sorted(self._files)
 
+    def texts(self) -> dict[str, str]:
+        return dict(sorted(self._files.items()))
+
 
 class FolderWorkspace:
     """Files under a folder that an agent may also write to directly.
@@ -121,6 +127,9 @@ class FolderWorkspace:
         found = (p for p in self._root.rglob("*") if p.is_file() and not p.is_symlink())
         names = (p.relative_to(self._root).as_posix() for p in found)
         return sorted(name for name in names if is_text(name))
+
+    def texts(self) -> dict[str, str]:
+        return {path: self.read(path) for path in self.list()}
 
 
 def _is_file(target: Path) -> bool:

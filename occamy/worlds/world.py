@@ -121,7 +121,7 @@ class World:
             }
             for service, fields in self._spec.services.items()
         }
-        return {"services": services, "files": {path: self._workspace.read(path) for path in self._workspace.list()}}
+        return {"services": services, "files": self._workspace.texts()}
 
     def fingerprint(self) -> str:
         """Digest of the canonical state."""

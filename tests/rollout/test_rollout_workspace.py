@@ -34,7 +34,7 @@ from occamy.rollout.replay import replay_state
 from occamy.rollout.workspace import LiveWorld, SandboxWorkspace
 from occamy.sandboxes.config import Limits, LocalSandboxConfig
 from occamy.sandboxes.local import LocalBackend
-from occamy.sandboxes.protocol import LeaseExpired, PathRefused, Sandbox, SandboxBackend, SandboxDied
+from occamy.sandboxes.protocol import LeaseExpired, Sandbox, SandboxBackend, SandboxDied, WorkspaceRefused
 from occamy.worlds.workspace import FolderWorkspace, MemoryWorkspace
 from occamy.worlds.world import World
 
@@ -169,8 +169,8 @@ def test_an_episode_elsewhere_is_the_same_as_here_byte_for_byte(
     for record, evidence in ((here.record, seen_here), (there.record, seen_there)):
         assert replay_state(record, evidence, task) == []
     calls = [name for name in asked if not name.startswith("after")]
-    assert calls.index("write") < calls.index("freeze") < calls.index("files") < calls.index("release")
-    assert "write" not in calls[calls.index("freeze") :]  # graded is what stood still
+    assert calls.index("write") < calls.index("freeze")
+    assert calls[calls.index("freeze") :] == ["freeze", "snapshot", "release"]  # graded is what stood still
 
 
 @pytest.mark.parametrize(
@@ -182,10 +182,10 @@ def test_an_episode_elsewhere_is_the_same_as_here_byte_for_byte(
         ("write", 2, LeaseExpired, Outcome.timed_out),
         ("freeze", 1, SandboxDied, Outcome.infra_failed),
         ("freeze", 1, LeaseExpired, Outcome.infra_failed),  # the agent was done in time
-        ("files", 1, SandboxDied, Outcome.infra_failed),  # the final state
-        ("files", 1, LeaseExpired, Outcome.infra_failed),
-        ("read", 2, ConnectionResetError, Outcome.infra_failed),
-        ("read", 2, PathRefused, Outcome.agent_failed),  # a name that no request takes
+        ("snapshot", 1, SandboxDied, Outcome.infra_failed),  # the final state
+        ("snapshot", 1, LeaseExpired, Outcome.infra_failed),
+        ("snapshot", 1, ConnectionResetError, Outcome.infra_failed),
+        ("snapshot", 1, WorkspaceRefused, Outcome.agent_failed),
     ],
 )
 def test_a_sandbox_that_fails_is_a_typed_outcome_and_never_a_reward_of_zero(
@@ -207,7 +207,7 @@ def test_a_sandbox_that_fails_is_a_typed_outcome_and_never_a_reward_of_zero(
 
     result, evidence = attempt(task, checkpoint, tmp_path / "a", before)
     record = result.record
-    assert record.outcome is outcome and ("the pod is gone" in record.error or kind is PathRefused)
+    assert record.outcome is outcome and "the pod is gone" in record.error
     if outcome is Outcome.infra_failed:
         assert record.quarantine is QuarantineReason.infra_failed
     assert (record.score, record.success, record.final_fingerprint, evidence.state) == (0.0, False, "", {})
@@ -312,6 +312,7 @@ def test_what_an_agent_left_behind_has_a_text_or_is_no_file(tmp_path: Path) -> N
         (root / "folder").mkdir()
         (root / "n\udcff").write_bytes(b"")
         assert elsewhere.list() == ["a", "raw"] and elsewhere.read("raw") == "\\xff1"
+        assert elsewhere.texts() == FolderWorkspace(root).texts() == {"a": "1", "raw": "\\xff1"}
         for path in ("link", "folder", "away/passwd", "none"):
             with pytest.raises(FileNotFoundError):
                 elsewhere.read(path)
