@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Record(BaseModel):
-    """A frozen pydantic model that refuses unknown keys."""
+    """A frozen pydantic model that refuses unknown keys, and numbers that have no canonical form."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def digest(self) -> str:
         """Return ``sha256:<hex>`` over the canonical JSON of this record."""

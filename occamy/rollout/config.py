@@ -44,8 +44,8 @@ class ServersConfig(Record):
     @field_validator("host")
     @classmethod
     def _one_address(cls, host: str) -> str:
-        if not host.startswith("$") and IPv4Address(host).is_unspecified:
-            raise ValueError(f"{host} is no address that can be called; name the one that sandboxes reach")
+        if not host.startswith("$") and not _callable(host):
+            raise ValueError(f"{host!r} is no IPv4 address that can be called; give the one that sandboxes reach")
         return host
 
     @model_validator(mode="after")
@@ -63,6 +63,13 @@ class ServersConfig(Record):
             return self._one_address(found)
         except ValueError as e:
             raise ValueError(f"rollout.servers.host is {self.host}, and {self.host[1:]} is {found!r}: {e}") from e
+
+
+def _callable(host: str) -> bool:
+    try:
+        return not IPv4Address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 class RolloutConfig(Record):

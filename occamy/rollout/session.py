@@ -109,7 +109,7 @@ class RolloutSession:
         self._in_flight: dict[str, asyncio.Task[Any]] = {}
 
     def __enter__(self) -> Self:
-        """Start proxy, loop and sandboxes."""
+        """Start proxy, loop and sandboxes. Raises SandboxError when there can be none, such as for want of rights."""
         with ExitStack() as stack:
             self._proxy = stack.enter_context(self._proxy)
             self._evidence = EvidenceStore(self._folder / "evidence.db")
@@ -120,6 +120,7 @@ class RolloutSession:
             thread.start()
             stack.callback(self._stop_loop, thread)
             self._http = self._call(_opened_http())
+            self._call(self._sandboxes.check())
             tools, programs = self._tool_server(stack), programs_of(self._config.sandbox)
             self._finished = _resumed(self._proxy.store)
             self._place = Place(self._proxy, self._harness, self._http, self._sandboxes, self._config, tools, programs)

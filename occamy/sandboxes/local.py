@@ -95,6 +95,10 @@ class LocalBackend:
             raise _refusal(f"lease for {owner}: cannot make {folder}", e) from e
         return LocalSandbox(self, folder, owner, time.monotonic() + deadline_s, reach, readable)
 
+    async def check(self) -> None:
+        """Raises DiskFull; a level that cannot be had was refused before."""
+        self.check_room("the first lease")
+
     async def close(self) -> None:
         """Remove the root folder with all that leases left."""
         self._root.close()

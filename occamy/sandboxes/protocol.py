@@ -201,5 +201,8 @@ class SandboxBackend(Protocol):
         Raises ValueError for a server that cannot be reached so, and for a path that is absent or holds leases.
         """
 
+    async def check(self) -> None:
+        """Raise SandboxError when no lease can be had, for a reason that does not pass by itself."""
+
     async def close(self) -> None:
         """Release every lease that is left. Safe to call twice."""

@@ -83,8 +83,9 @@ def test_file_extends_a_profile(tmp_path: Path) -> None:
         ("laptop", [PODS, "rollout.sandbox.network=none"], ["'rollout.sandbox.network' for this rollout.sandbox.back"]),
         ("laptop", ["rollout.sandbox.namespace=x"], ["'rollout.sandbox.namespace' for this rollout.sandbox.backend"]),
         ("laptop", ["rollout.sandbox.backend=docker"], ["rollout.sandbox: ", "'docker'", "'local', 'kubernetes'"]),
-        ("laptop", ["rollout.servers.host=0.0.0.0"], ["rollout.servers.host: 0.0.0.0 is no address that can be call"]),
+        ("laptop", ["rollout.servers.host=0.0.0.0"], ["rollout.servers.host: '0.0.0.0' is no IPv4 address"]),
         ("laptop", ["rollout.servers.host=pod"], ["rollout.servers.host", "'pod'"]),
+        ("laptop", ["rollout.hold_seconds=.inf"], ["rollout.hold_seconds: Input should be a finite number, got inf"]),
     ],
 )
 def test_refuses_with_value_and_fix(source: str, overrides: list[str], words: list[str]) -> None:

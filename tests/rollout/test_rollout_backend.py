@@ -67,6 +67,9 @@ def test_where_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("POD_IP", "::")
     with pytest.raises(ValueError, match="POD_IP is '::'"):
         serving_address(program, config)
+    for host in ("localhost", "0.0.0.0", "::1", ""):
+        with pytest.raises(ValueError, match=f"'{host}' is no IPv4 address that can be called"):
+            ServersConfig(host=host)
 
 
 def test_the_recipe_of_the_page_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

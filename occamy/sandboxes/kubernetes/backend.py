@@ -20,6 +20,7 @@ from occamy.sandboxes.kubernetes.api import Api, find_credentials
 from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 from occamy.sandboxes.kubernetes.http import HEAD_BYTES
 from occamy.sandboxes.kubernetes.leases import Held, Leases
+from occamy.sandboxes.kubernetes.rights import check_rights
 from occamy.sandboxes.kubernetes.tunnel import Tunnel
 from occamy.sandboxes.kubernetes.wire import AgentClient, Line, check_arrived, file_target
 from occamy.sandboxes.protocol import (
@@ -79,13 +80,7 @@ class KubernetesBackend:
             )
         began = time.monotonic()
         api, leases = await self._open()
-        spec = {
-            "pool": self.config.pool or pool,
-            "owner": {"run": self.config.run, "episode": owner[:256]},
-            "ttlSeconds": max(_SHORTEST_S, math.ceil(deadline_s + self.config.bind_seconds)),
-            "launch": self.config.launch,
-        }
-        held = await leases.create(spec)
+        held = await leases.create(self._spec(pool, owner, deadline_s))
         try:
             await self._bound(held, owner)
             sandbox = KubernetesSandbox(self.config, api, leases, held, owner, await self._token(api, held))
@@ -97,6 +92,12 @@ class KubernetesBackend:
             leases.drop(held)
             raise
 
+    async def check(self) -> None:
+        """Ask for each right that a lease needs, and whether the API server would take one."""
+        api, leases = await self._open()
+        await check_rights(api, self.config.namespace, through_exec=self.config.route == "exec")
+        await leases.check(self._spec("check", "check", 0.0))
+
     async def close(self) -> None:
         """Release what is left and end the session with the API server."""
         opened, self._opened = self._opened, None
@@ -104,6 +105,14 @@ class KubernetesBackend:
             api, leases = await opened
             await leases.close(self.config.release_seconds)
             await api.close()
+
+    def _spec(self, pool: str, owner: str, deadline_s: float) -> dict[str, Any]:
+        return {
+            "pool": self.config.pool or pool,
+            "owner": {"run": self.config.run, "episode": owner[:256]},
+            "ttlSeconds": max(_SHORTEST_S, math.ceil(deadline_s + self.config.bind_seconds)),
+            "launch": self.config.launch,
+        }
 
     async def _open(self) -> tuple[Api, Leases]:
         if self._opened is None or (self._opened.done() and self._opened.exception()):

@@ -74,12 +74,9 @@ class Leases:
         """A new lease, which nobody has seen yet. Raises SandboxError."""
         await self._start_watching()
         held = Held(f"{spec['pool'][:40]}-{secrets.token_hex(8)}")
-        meta = {"name": held.name, "namespace": self._namespace, "labels": {HOLDER_LABEL: self._holder}}
-        beat = {} if self._heartbeat_s is None else {"heartbeatSeconds": self._heartbeat_s}
-        body = {"apiVersion": API_VERSION, "kind": "SandboxLease", "metadata": meta, "spec": {**spec, **beat}}
         self._held[held.name] = held  # before it exists: no event of it is missed
         try:
-            made = await self._api.call("POST", self._path, body)
+            made = await self._api.call("POST", self._path, self._body(held.name, spec))
         except ApiError:
             del self._held[held.name]
             raise
@@ -90,6 +87,14 @@ class Leases:
         if self._heartbeat_s is not None:
             self._spawn(self._renew(held, self._heartbeat_s / _BEATS))
         return held
+
+    async def check(self, spec: Mapping[str, Any]) -> None:
+        """Raise SandboxError when the API server would never take such a lease. None is made."""
+        try:
+            await self._api.call("POST", f"{self._path}?dryRun=All", self._body("check", spec))
+        except ApiError as e:
+            if e.status != 403:  # a full quota empties itself; rights are asked for elsewhere
+                raise
 
     def served(self, held: Held, seconds: float) -> None:
         """Tell the operator, in the background, how long after it was asked for a lease could run a command."""
@@ -118,6 +123,11 @@ class Leases:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _body(self, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        meta = {"name": name, "namespace": self._namespace, "labels": {HOLDER_LABEL: self._holder}}
+        beat = {} if self._heartbeat_s is None else {"heartbeatSeconds": self._heartbeat_s}
+        return {"apiVersion": API_VERSION, "kind": "SandboxLease", "metadata": meta, "spec": {**spec, **beat}}
 
     async def _start_watching(self) -> None:
         """List once, so that no event is missed from here on. Raises SandboxError."""
