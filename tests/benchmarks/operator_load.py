@@ -108,9 +108,14 @@ class Claims:
             while True:
                 found = await self.api.call("GET", f"{self.root}/sandboxpools/{pool}")
                 status = found.get("status") or {}
-                if status.get("ready") == warm == status.get("total"):
+                if status.get("ready") == warm == status.get("total") and await self._free() == [True] * warm:
                     return
                 await asyncio.sleep(0.1)
+
+    async def _free(self) -> list[bool]:
+        """Of each pod, whether no lease has it and it stays: a pool's status may still be that of before the claims."""
+        metas = [pod["metadata"] for pod in (await self.api.call("GET", self.pods))["items"]]
+        return ["deletionTimestamp" not in m and "occamy.dev/lease-uid" not in m["labels"] for m in metas]
 
 
 def play_node(kubeconfig: Path, pods: str) -> None:
