@@ -18,6 +18,7 @@ from occamy.sandboxes.kubernetes.api import Api, ApiError, find_credentials
 GROUP = "/apis/occamy.dev/v1alpha1"
 SPAWN = multiprocessing.get_context("spawn")
 _PATIENCE_S = 300.0
+_LOOKS = 5
 _numbers = itertools.count()
 
 
@@ -103,19 +104,21 @@ class Claims:
             await self.api.call("PATCH", f"{self.root}/sandboxpools/{name}", {"spec": {"warm": warm, "max": most}})
 
     async def settled(self, pool: str, warm: int) -> None:
-        """Wait until so many warm pods serve and nothing else is left of the pool. Raises TimeoutError."""
+        """Wait until so many warm pods serve, nothing else is left of the pool, and the operator has had time to see
+        that: for a moment after, a pool's status is still that of before the claims. Raises TimeoutError."""
         async with asyncio.timeout(_PATIENCE_S):
-            while True:
-                found = await self.api.call("GET", f"{self.root}/sandboxpools/{pool}")
-                status = found.get("status") or {}
-                if status.get("ready") == warm == status.get("total") and await self._free() == [True] * warm:
-                    return
+            for _ in range(_LOOKS):
+                while not await self._full(pool, warm):
+                    await asyncio.sleep(0.1)
                 await asyncio.sleep(0.1)
 
-    async def _free(self) -> list[bool]:
-        """Of each pod, whether no lease has it and it stays: a pool's status may still be that of before the claims."""
-        metas = [pod["metadata"] for pod in (await self.api.call("GET", self.pods))["items"]]
-        return ["deletionTimestamp" not in m and "occamy.dev/lease-uid" not in m["labels"] for m in metas]
+    async def _full(self, pool: str, warm: int) -> bool:
+        status = (await self.api.call("GET", f"{self.root}/sandboxpools/{pool}")).get("status") or {}
+        if not status.get("ready") == warm == status.get("total"):
+            return False
+        pods = [pod["metadata"] for pod in (await self.api.call("GET", self.pods))["items"]]
+        free = [pod for pod in pods if "deletionTimestamp" not in pod and "occamy.dev/lease-uid" not in pod["labels"]]
+        return len(free) == len(pods) == warm
 
 
 def play_node(kubeconfig: Path, pods: str) -> None:
