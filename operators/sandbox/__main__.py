@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and run until SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m operators.sandbox", description="Sandbox operator")
     parser.add_argument("--namespace", action="append", default=[], help="serve only this namespace; may be repeated")
-    parser.add_argument("--host", default="0.0.0.0", help="address of /healthz and /metrics")
-    parser.add_argument("--port", type=int, default=8080, help="port of /healthz and /metrics, 0 for none")
+    parser.add_argument("--host", default="0.0.0.0", help="address of /healthz, /readyz and /metrics")
+    parser.add_argument("--port", type=int, default=8080, help="port of these, 0 for none")
     parser.add_argument("--resync-seconds", type=float, default=20.0, help="between complete lists")
     parser.add_argument("--debug", action="store_true", help="log what kopf does as well")
     args = parser.parse_args(argv)

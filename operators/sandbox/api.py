@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,10 +103,17 @@ class Api:
 def connection() -> kopf.ConnectionInfo:
     """How to reach the API server: as the pod's service account, or by KUBECONFIG. Raises kopf.LoginError."""
     settings = kopf.OperatorSettings()
-    info = kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
-    if info is None:
-        raise kopf.LoginError("neither a service account is mounted nor does KUBECONFIG name a file")
-    return info
+    if info := kopf.login_with_service_account(settings=settings):
+        return dataclasses.replace(info, server=server_of(os.environ) or info.server)
+    if info := kopf.login_with_kubeconfig(settings=settings):
+        return info
+    raise kopf.LoginError("neither a service account is mounted nor does KUBECONFIG name a file")
+
+
+def server_of(environment: Mapping[str, str]) -> str:
+    """The API server's address as every pod is told it, which needs no DNS; kopf takes a name. Empty without."""
+    host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
 
 
 def failure(status: int, text: bytes, retry_after: str | None) -> Exception:

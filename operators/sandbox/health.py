@@ -19,6 +19,7 @@ class Freshness:
         self._told: dict[tuple[str, str], int] = {}
         self._owed: dict[tuple[str, str], tuple[int, float]] = {}
         self._listed = clock()
+        self._begun = False
 
     def told(self, kind: str, uid: str, version: int, gone: bool = False) -> None:
         """A watch told of this version, or of the end of the object."""
@@ -40,6 +41,7 @@ class Freshness:
     def complete(self, alive: Container[str]) -> None:
         """All lists of one round have succeeded. An object that is not alive any more owes nothing."""
         self._listed = self._clock()
+        self._begun = True
         self._owed = {key: owed for key, owed in self._owed.items() if key[1] in alive}
         self._told = {key: version for key, version in self._told.items() if key[1] in alive}
 
@@ -51,6 +53,10 @@ class Freshness:
         """Seconds for which a watch has owed the oldest change."""
         oldest = min((since for _, since in self._owed.values()), default=None)
         return 0.0 if oldest is None else self._clock() - oldest
+
+    def unready(self) -> list[str]:
+        """Why no lease is served now; empty while they are. Nothing is done before everything has been listed once."""
+        return self.problems() or ([] if self._begun else ["the cluster has not been listed yet"])
 
     def problems(self) -> list[str]:
         """Why the operator should be restarted; empty while all is well."""

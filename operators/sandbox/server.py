@@ -1,4 +1,4 @@
-"""Serves /healthz for the kubelet and /metrics for Prometheus."""
+"""Serves /healthz and /readyz for the kubelet and /metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from operators.sandbox.models import Phase
 
 
 def make_app(cache: Cache, freshness: Freshness) -> web.Application:
-    """The application. /healthz answers 503 and the reasons while the operator does not see the cluster."""
+    """The application. /healthz answers 503 and the reasons when the operator has long not seen the cluster, /readyz
+    also before it has seen it at all."""
 
     async def health(_: web.Request) -> web.Response:
-        problems = freshness.problems()
+        return answer(freshness.problems())
+
+    async def ready(_: web.Request) -> web.Response:
+        return answer(freshness.unready())
+
+    def answer(problems: list[str]) -> web.Response:
         return web.json_response({"problems": problems}, status=503 if problems else 200)
 
     async def scrape(_: web.Request) -> web.Response:
@@ -29,5 +35,5 @@ def make_app(cache: Cache, freshness: Freshness) -> web.Application:
         return web.Response(body=generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()
-    app.add_routes([web.get("/healthz", health), web.get("/metrics", scrape)])
+    app.add_routes([web.get("/healthz", health), web.get("/readyz", ready), web.get("/metrics", scrape)])
     return app

@@ -133,6 +133,7 @@ class ControlPlane(AClusterManager):
             "--use-service-account-credentials",
             "--kube-api-qps=500",  # 20 by itself: garbage collection would be what tests wait for
             "--kube-api-burst=1000",
+            "--resource-quota-sync-period=5s",  # 5 minutes by itself, which a quota of a new kind may wait
             # It ends pods that were deleted before any node had them, by name: where none is ever scheduled, namesakes.
             "--controllers=*,-podgc",
             *self.quiet_options(),

@@ -54,8 +54,9 @@ class Server:
 
     def keep(self, resource: Resource) -> None:
         """Create a resource that others need to be there, unless it is."""
+        kind = self._kind(resource)
         try:
-            self._kind(resource).create(body=resource)
+            kind.create(body={**resource, "apiVersion": kind.group_version})
         except ApiException as problem:
             if problem.status != 409:
                 raise

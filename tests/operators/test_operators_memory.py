@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_sandboxes import pod
 
-from operators.sandbox.api import ApiError, Conflict, Exists, NotFound, Refused, Unclear, failure, path
+from operators.sandbox.api import ApiError, Conflict, Exists, NotFound, Refused, Unclear, failure, path, server_of
 from operators.sandbox.cache import Cache
 from operators.sandbox.health import BLIND_S, SILENT_S, Freshness
 from operators.sandbox.queue import Queue
@@ -156,10 +156,20 @@ def test_an_object_that_is_gone_owes_nothing() -> None:
 def test_lists_that_fail_for_long_are_unhealthy() -> None:
     clock = Clock()
     freshness = Freshness(clock)
+    assert (freshness.problems(), freshness.unready()) == ([], ["the cluster has not been listed yet"])
     clock.now = BLIND_S + 1
-    assert "no complete list" in freshness.problems()[0]
+    assert "no complete list" in freshness.problems()[0] and freshness.unready() == freshness.problems()
     freshness.complete({"a"})
-    assert freshness.problems() == []
+    assert freshness.problems() == freshness.unready() == []
+
+
+def test_the_api_server_is_where_every_pod_is_told_it_is() -> None:
+    assert (
+        server_of({"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "6443"})
+        == "https://10.96.0.1:6443"
+    )
+    assert server_of({"KUBERNETES_SERVICE_HOST": "fd00::1"}) == "https://[fd00::1]:443"
+    assert server_of({}) == ""
 
 
 @pytest.mark.parametrize(
