@@ -22,8 +22,8 @@ DEBIAN = "occamy-debian:bookworm"
 PACKAGES = "ca-certificates,python3,python3-venv"
 ON_PYTHON = ("base", "operator", "sandbox", "grader", "trainer")
 """Images that stand on a plain Python image; `trainer` is for CPUs then."""
-ON_BASE = ("rollout",)
-"""Images that stand on our own base image."""
+ON_OURS = {"rollout": {"BASE_IMAGE": "base"}, "harnesses": {"BASE_IMAGE": "sandbox", "PROGRAMS_IMAGE": "rollout"}}
+"""Images that are made of images of ours, in the order that they need one another: of which, by build argument."""
 ALSO = {"trainer": "python"}
 """Second names: kfp.local warns of images for tasks whose name does not say python, so that pipelines use that one."""
 ON_GPU = ("trainer-gpu", "engine")
@@ -111,10 +111,8 @@ def build(image: str, tool: str, python_image: str, source: str) -> None:
     """Build one image."""
     if image in ON_PYTHON:
         arguments = {"BASE_IMAGE": python_image}
-    elif image in ON_BASE:
-        arguments = {"BASE_IMAGE": tag("base", tool)}
     else:
-        arguments = {}
+        arguments = {argument: tag(name, tool) for argument, name in ON_OURS.get(image, {}).items()}
     _run(build_command(image, tool, arguments, source), environment(tool))
 
 
@@ -126,7 +124,7 @@ def size(image: str, tool: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Build what is named, in the order that the images need one another."""
-    ordered = (*ON_PYTHON, *ON_BASE, *ON_GPU)
+    ordered = (*ON_PYTHON, *ON_OURS, *ON_GPU)
     parser = argparse.ArgumentParser(description="Build the images and print their sizes.")
     parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"of {', '.join(ordered)}; all but the last two")
     parser.add_argument("--python-image", metavar="NAME", help="Python 3.11 image to build on, instead of making one")
@@ -134,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.images) - set(ordered)):
         parser.error(f"no such image: {', '.join(unknown)}; there are {', '.join(ordered)}")
-    chosen = [i for i in ordered if i in args.images] if args.images else [*ON_PYTHON, *ON_BASE]
+    chosen = [i for i in ordered if i in args.images] if args.images else [*ON_PYTHON, *ON_OURS]
     try:
         tool = find_tool()
         python_image = args.python_image or (make_debian(tool) if set(chosen) & set(ON_PYTHON) else "")

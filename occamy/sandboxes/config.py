@@ -16,8 +16,10 @@ class Limits(Record):
     cpu_seconds: int = Field(default=300, ge=1)
     """CPU time of one process, seconds."""
     memory_bytes: int = Field(default=4 << 30, ge=1 << 24)
-    """Memory of a command's tree, bytes. One process may reserve twice that as private data: each worker of a node
-    program keeps half a GiB for code that it may compile."""
+    """Memory of a command's tree, bytes."""
+    reserved_bytes: int | None = Field(default=None, ge=1 << 24)
+    """What one process may reserve as private data, filled or not, bytes: each worker of a node program keeps half a
+    GiB for code that it may compile. None for twice `memory_bytes`."""
     file_bytes: int = Field(default=256 << 20, ge=0)
     """Largest file that may be written, bytes."""
     workspace_bytes: int = Field(default=1 << 30, ge=1 << 20)

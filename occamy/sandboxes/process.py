@@ -217,7 +217,7 @@ def _spec(launch: Launch) -> dict[str, Any]:
         "seconds": launch.seconds,
         "limits": {
             resource.RLIMIT_CPU: limits.cpu_seconds,
-            resource.RLIMIT_DATA: 2 * limits.memory_bytes,  # what is filled is watched
+            resource.RLIMIT_DATA: limits.reserved_bytes or 2 * limits.memory_bytes,  # what is filled is watched
             resource.RLIMIT_FSIZE: limits.file_bytes,
             **processes,
             resource.RLIMIT_NOFILE: limits.open_files,

@@ -50,14 +50,17 @@ class NodeCluster(ControlPlane):
         Raises:
             RuntimeError: it cannot be read or imported; the message is the program's.
         """
-        archive = Path(image)
-        if not archive.is_file():
-            archive = self.room / f"{secrets.token_hex(4)}.tar"
-            self._do("podman", "save", "--format", "oci-archive", "--output", str(archive), image)
-        socket_ = str(self.room / "containerd.sock")
-        self._do(
-            str(self.assets.program("ctr")), "--address", socket_, "-n", "k8s.io", "images", "import", str(archive)
-        )
+        socket_, ctr = str(self.room / "containerd.sock"), str(self.assets.program("ctr"))
+        load = [ctr, "--address", socket_, "-n", "k8s.io", "images", "import"]
+        if Path(image).is_file():
+            self._do(*load, image)
+            return
+        archive = self.room / f"{secrets.token_hex(4)}.tar"
+        try:  # of the two forms the one that compresses nothing
+            self._do("podman", "save", "--quiet", "--format", "docker-archive", "--output", str(archive), image)
+            self._do(*load, str(archive))
+        finally:
+            archive.unlink(missing_ok=True)
 
     def _on_create(self, cluster_options: ClusterOptions, **kwargs: object) -> None:
         super()._on_create(cluster_options, **kwargs)

@@ -222,6 +222,6 @@ def test_a_sandbox_with_programs_of_its_own_is_asked_for_their_version(
         return run.answer
 
     assert said("image") == f"{tmp_path}/programs/image/go"
-    for name, found in (("other", "2"), ("none", "None")):
-        with pytest.raises(SandboxError, match=f"has version {found} in .*/{name}/go, the adapter is for 1"):
+    for name, found in (("other", "version 2"), ("none", "no such program")):
+        with pytest.raises(SandboxError, match=f"has {found} in .*/{name}/go, the adapter is for 1"):
             said(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -54,7 +55,12 @@ def test_the_first_run_gets_an_answer_and_keeps_what_it_compiles(tmp_path: Path)
     node.parent.mkdir(parents=True)
     node.write_text(NODE)
     node.chmod(0o755)
+    package = tmp_path / "node_modules" / "openclaw" / "package.json"
+    package.parent.mkdir()
+    package.touch()
+    os.utime(package, ns=(0, 1_700_000_000_987_654_321))
     assert first_run(tmp_path) == 3
+    assert package.stat().st_mtime_ns == 1_700_000_000_000_000_000  # as in an image
     answer, words, compiled, had_home, home = json.loads((node.parent / "seen").read_text())
     assert '"content": "ready"' in answer and answer.endswith("data: [DONE]\n\n")
     assert words == ["agent", "exec"] and had_home and not Path(home).exists()

@@ -17,8 +17,20 @@ def options(image: str, tool: str = "podman") -> list[str]:
 
 
 def test_every_dockerfile_is_built_by_some_name() -> None:
-    names = {name.removesuffix("-gpu") for name in (*building.ON_PYTHON, *building.ON_BASE, *building.ON_GPU)}
+    names = {name.removesuffix("-gpu") for name in (*building.ON_PYTHON, *building.ON_OURS, *building.ON_GPU)}
     assert names == {file.parent.name for file in DOCKERFILES}
+
+
+def test_what_an_image_is_made_of_is_built_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    for image, sources in building.ON_OURS.items():
+        assert set(sources.values()) <= {*building.ON_PYTHON, *built}
+        built.append(image)
+    ran: list[list[str]] = []
+    monkeypatch.setattr(building, "_run", lambda command, env: ran.append(command))
+    building.build("harnesses", "podman", "", "https://git/occamy")
+    names = {name: f"localhost/occamy-{name}:{occamy.__version__}" for name in ("sandbox", "rollout")}
+    assert {f"BASE_IMAGE={names['sandbox']}", f"PROGRAMS_IMAGE={names['rollout']}"} <= set(ran[0])
 
 
 def test_the_image_of_pipelines_is_the_trainer() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 import occamy
 
-from .dockerfiles import DOCKERFILES, ROOT, Dockerfile, context, copied, parse, tracked
+from .dockerfiles import DOCKERFILES, ROOT, Dockerfile, building, context, copied, parse, tracked
 
-IMAGES = ["base", "engine", "grader", "operator", "rollout", "sandbox", "trainer"]
+IMAGES = ["base", "engine", "grader", "harnesses", "operator", "rollout", "sandbox", "trainer"]
 PINNED = re.compile(r"[^:@]+:[A-Za-z0-9_.-]*[0-9][A-Za-z0-9_.-]*|[^@]+@sha256:[0-9a-f]{64}")
 LABELS = ("title", "version", "revision", "source", "licenses")
 SECRET = re.compile(r"(?i)(password|secret_?key|access_?key|api_?key|_token|-----BEGIN)")
@@ -24,15 +24,12 @@ each = pytest.mark.parametrize("file", DOCKERFILES, ids=lambda path: path.parent
 def faults(dockerfile: Dockerfile, name: str) -> list[str]:
     """Everything that a Dockerfile of ours may not be."""
     found = []
-    base = dockerfile.arguments.get("BASE_IMAGE", "")
-    if not PINNED.fullmatch(base) or base.endswith(":latest"):
-        found.append(f"BASE_IMAGE {base!r} is not an argument with a pinned default")
-    names = {stage.name for stage in dockerfile.stages if stage.name}
-    found += [
-        f"stage {stage.base} is not on BASE_IMAGE"
-        for stage in dockerfile.stages
-        if stage.base != "${BASE_IMAGE}" and stage.base not in names
-    ]
+    images = {"BASE_IMAGE": ""} | {n: d for n, d in dockerfile.arguments.items() if n.endswith("_IMAGE")}
+    for argument, default in images.items():
+        if not PINNED.fullmatch(default) or default.endswith(":latest"):
+            found.append(f"{argument} {default!r} is not an argument with a pinned default")
+    bases = {stage.name for stage in dockerfile.stages if stage.name} | {f"${{{name}}}" for name in images}
+    found += [f"stage {s.base} is on no image that an argument names" for s in dockerfile.stages if s.base not in bases]
     last = dockerfile.stages[-1]
     labels = " ".join(last.of("LABEL"))
     found += [f"no label {label}" for label in LABELS if f"org.opencontainers.image.{label}=" not in labels]
@@ -65,12 +62,13 @@ def test_a_dockerfile_keeps_our_rules(file: Path) -> None:
 
 def test_the_rules_find_each_fault() -> None:
     bad = parse(
-        "ARG BASE_IMAGE=python\nFROM ${BASE_IMAGE} AS build\nENV API_KEY=1\nRUN pip install x && \\\n  curl y\n"
-        "FROM debian:12\n"
+        "ARG BASE_IMAGE=python\nARG X_IMAGE=x:latest\nFROM ${BASE_IMAGE} AS build\nENV API_KEY=1\n"
+        "RUN pip install x && \\\n  curl y\nFROM debian:12\n"
     )
     assert faults(bad, "bad") == [
         "BASE_IMAGE 'python' is not an argument with a pinned default",
-        "stage debian:12 is not on BASE_IMAGE",
+        "X_IMAGE 'x:latest' is not an argument with a pinned default",
+        "stage debian:12 is on no image that an argument names",
         *(f"no label {label}" for label in LABELS),
         "its title is not occamy-bad",
         "runs as root",
@@ -100,19 +98,26 @@ def test_the_build_context_is_the_code_and_nothing_else() -> None:
     assert sum((ROOT / path).stat().st_size for path in sent) < 32e6
 
 
-def test_rollouts_stand_on_our_own_base_image_of_this_version() -> None:
-    rollout = parse((ROOT / "images" / "rollout" / "Dockerfile").read_text())
-    assert rollout.arguments["BASE_IMAGE"] == f"occamy-base:{occamy.__version__}"
+@pytest.mark.parametrize("name", building.ON_OURS)
+def test_what_is_made_of_our_own_images_takes_those_of_this_version(name: str) -> None:
+    arguments = parse((ROOT / "images" / name / "Dockerfile").read_text()).arguments
+    assert arguments == {k: f"occamy-{source}:{occamy.__version__}" for k, source in building.ON_OURS[name].items()}
 
 
 def test_what_acts_and_what_judges_are_different_users_and_share_nothing() -> None:
     users = {
         name: parse((ROOT / "images" / name / "Dockerfile").read_text()).stages[-1].of("USER")[-1]
-        for name in ("sandbox", "grader")
+        for name in ("sandbox", "harnesses", "grader")
     }
-    assert users == {"sandbox": "10001:10001", "grader": "10002:10002"}
+    assert users == {"sandbox": "10001:10001", "harnesses": "10001:10001", "grader": "10002:10002"}
     sandbox = parse((ROOT / "images" / "sandbox" / "Dockerfile").read_text())
     assert copied(sandbox.stages[-1]) == [], "the sandbox gets one file, made in an earlier stage"
+    harnesses = parse((ROOT / "images" / "harnesses" / "Dockerfile").read_text()).stages[-1]
+    assert (
+        harnesses.base == "${BASE_IMAGE}"
+    )  # the sandbox's; of the rollout image, which has graders, the programs alone
+    assert harnesses.of("COPY") == ["--from=programs --chown=0:0 /opt/harnesses /opt/harnesses"]
+    assert harnesses.of("ENTRYPOINT") == sandbox.stages[-1].of("ENTRYPOINT")
 
 
 @each

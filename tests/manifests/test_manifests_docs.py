@@ -7,6 +7,8 @@ import textwrap
 
 import yaml
 
+from occamy import __version__
+
 from .rendering import COMPONENTS, OVERLAYS, ROOT, of_kind, overlay
 from .validation import problems
 
@@ -45,3 +47,13 @@ def test_the_lease_to_try_is_valid_and_names_a_pool_that_is_there() -> None:
     lease = yaml.safe_load(textwrap.dedent(PAGE.partition("<<'END'\n")[2].partition("    END")[0]))
     assert problems(lease) == []
     assert lease["spec"]["pool"] in [p["metadata"]["name"] for p in of_kind(overlay("kind"), "SandboxPool")]
+
+
+def test_the_pool_for_agent_programs_is_valid_and_like_the_one_that_is_shipped() -> None:
+    page = (ROOT / "docs" / "sandboxes.md").read_text()
+    [text] = re.findall(r"^```yaml\n(apiVersion: .*?)^```", page, re.DOTALL | re.MULTILINE)
+    pool = yaml.safe_load(text)
+    assert problems(pool) == [] and pool["spec"]["template"].pop("image") == f"occamy-harnesses:{__version__}"
+    shipped, _ = yaml.safe_load_all((ROOT / "manifests" / "sandboxes" / "pool.yaml").read_text())
+    shipped["spec"]["template"].pop("image")
+    assert pool["spec"] == shipped["spec"]

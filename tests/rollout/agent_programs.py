@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from occamy.harness.adapters.launch import AdapterHarness
 from occamy.harness.adapters.program import ProgramMissing
 from occamy.harness.loading import load, load_adapter
 from occamy.rollout.jobs import EpisodeJob
+
+from .open_vocabulary import long_text
 
 BUDGET = Budget(turns=60, tool_calls=60, tokens=100_000, wall_seconds=200.0)
 
@@ -42,7 +44,7 @@ def patient(task: TaskContract, **world: Any) -> TaskContract:
     return task.model_copy(update={"meta": meta, "world": task.world.model_copy(update=world)})
 
 
-def with_long_files(task: TaskContract, long_text: Callable[[int], str]) -> TaskContract:
+def with_long_files(task: TaskContract) -> TaskContract:
     """The patient task with seven files, big0 to big6, of `long_text`, which may be read and others written."""
     files = {f"big{number}": long_text(number) for number in range(7)}
     task = patient(task, files=task.world.files | files, faults=())

@@ -28,6 +28,8 @@ from occamy.rollout.session import RolloutSession
 from occamy.rollout.spelling import plain_answer
 from occamy.rollout.trial import Sampler, play
 
+from .open_vocabulary import long_text
+
 PAGE = Path(__file__).parents[2] / "docs" / "harnesses.md"
 CONFIG = RolloutConfig(context_limit=65536, max_new_tokens=512, concurrency=4, hold_seconds=5.0)
 
@@ -223,7 +225,7 @@ def accio(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_accio_work_hands_off_and_compacts_as_declared(
-    accio: None, task: TaskContract, chatml: Path, policy: Any, long_text: Any, tmp_path: Path
+    accio: None, task: TaskContract, chatml: Path, policy: Any, tmp_path: Path
 ) -> None:
     files = {f"big{i}": long_text(i) for i in range(4)}
     world = task.world.model_copy(update={"files": task.world.files | files, "faults": ()})

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_programs import BUDGET, by_run, call, installed, job, locked_out, patient, targets, with_long_files
 
 from occamy.contracts.episode import EpisodeRecord, Origin, Outcome, QuarantineReason
 from occamy.contracts.release import load_release
@@ -21,6 +20,8 @@ from occamy.rollout.config import RolloutConfig
 from occamy.rollout.episode import EpisodeResult
 from occamy.rollout.session import RolloutSession
 from occamy.rollout.trial import Sampler, play
+
+from .agent_programs import BUDGET, by_run, call, installed, job, locked_out, patient, targets, with_long_files
 
 CONFIG = RolloutConfig(context_limit=131072, max_new_tokens=2048, concurrency=3, hold_seconds=4.0)
 
@@ -73,9 +74,9 @@ class Marathon:
 
 
 def test_compaction_and_children_are_captured_without_loss(
-    hermes: AdapterHarness, release: Path, chatml: Path, policy: Any, long_text: Any, tmp_path: Path
+    hermes: AdapterHarness, release: Path, chatml: Path, policy: Any, tmp_path: Path
 ) -> None:
-    task = with_long_files(load_release(release).select(pool="short")[0], long_text)
+    task = with_long_files(load_release(release).select(pool="short")[0])
     policy.write = marathon = Marathon(task)
     config = CONFIG.model_copy(update={"context_limit": 65536})
     with RolloutSession(

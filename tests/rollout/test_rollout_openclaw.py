@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_programs import by_run, call, installed, job, locked_out, patient, targets, with_long_files
 
 from occamy.contracts.episode import EpisodeRecord, Outcome, QuarantineReason
 from occamy.contracts.release import load_release
@@ -18,6 +17,8 @@ from occamy.harness.adapters.launch import AdapterHarness
 from occamy.rollout.config import RolloutConfig
 from occamy.rollout.session import RolloutSession
 from occamy.rollout.trial import Sampler, play
+
+from .agent_programs import by_run, call, installed, job, locked_out, patient, targets, with_long_files
 
 TEMPERATURE = 0.7
 CONFIG = RolloutConfig(
@@ -74,9 +75,9 @@ class Marathon:
 
 
 def test_compaction_is_captured_without_loss(
-    openclaw: AdapterHarness, release: Path, chatml: Path, policy: Any, long_text: Any, tmp_path: Path
+    openclaw: AdapterHarness, release: Path, chatml: Path, policy: Any, tmp_path: Path
 ) -> None:
-    task = with_long_files(load_release(release).select(pool="short")[0], long_text)
+    task = with_long_files(load_release(release).select(pool="short")[0])
     policy.write = marathon = Marathon(task)
     asked, answer = [], policy.answer
     policy.answer = lambda body: asked.append(body["sampling_params"]) or answer(body)

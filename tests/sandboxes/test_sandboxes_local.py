@@ -85,6 +85,22 @@ def test_limits_hold(within: Within) -> None:
         assert (long.stdout, long.truncated) == (b"0123456789", True)
         files = await sandbox.exec(["sh", "-c", "ulimit -n"])
         assert files.stdout == b"32\n"
+        data = await sandbox.exec(["sh", "-c", "ulimit -d"])
+        assert data.stdout == b"1048576\n"  # KiB: twice the memory
+
+    within(body, config)
+
+
+def test_what_may_be_reserved_can_be_more_than_what_may_be_filled(within: Within) -> None:
+    limits = Limits(memory_bytes=128 << 20, reserved_bytes=1 << 30)
+    config = LocalSandboxConfig(isolation=Isolation.process, limits=limits)
+    reserve = "import mmap; mmap.mmap(-1, 512 << 20, flags=mmap.MAP_PRIVATE)"
+    fill = "import time; x = b'x' * (512 << 20); time.sleep(30)"
+
+    async def body(sandbox: LocalSandbox) -> None:
+        assert (await sandbox.exec([sys.executable, "-c", reserve])).outcome is Outcome.completed
+        filled = await sandbox.exec([sys.executable, "-c", fill])
+        assert (filled.outcome, filled.limit) == (Outcome.agent_failed, "memory")
 
     within(body, config)
 

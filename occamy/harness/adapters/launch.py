@@ -168,8 +168,9 @@ class AdapterHarness:
         if launch.installed and own is not None:
             found = stated_version(stated, launch.installed)
             if found != self.adapter.version:
+                there = f"version {found}" if found else "no such program"
                 raise SandboxError(
-                    f"harness {name}: the sandbox has version {found} in {program}, the adapter is for "
+                    f"harness {name}: the sandbox has {there} in {program}, the adapter is for "
                     f"{self.adapter.version}; put that into the pool's image, or set rollout.sandbox.programs"
                 )
         python = str(this_python()) if own is None else own.python

@@ -11,8 +11,9 @@ from occamy.contracts.record import Record
 from occamy.sandboxes.config import Limits
 from occamy.sandboxes.protocol import Isolation
 
-POD_LIMITS = Limits(memory_bytes=1536 << 20, workspace_bytes=1 << 30)
-"""Below the pool template's defaults, so that a command meets its own limit before the pod meets the node's."""
+POD_LIMITS = Limits(memory_bytes=1536 << 20, reserved_bytes=8 << 30, workspace_bytes=1 << 30)
+"""Below the pool template's defaults, so that a command meets its own limit before the pod meets the node's. The pod's
+counts what is filled, so that more may be reserved: as much as on this machine, which OpenClaw needs."""
 
 
 class KubernetesSandboxConfig(Record):
