@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from operators.sandbox import plan_lease as planning
-from operators.sandbox.api import Api, Conflict, Exists, NotFound, path
+from operators.sandbox.api import Api, ApiError, Conflict, Exists, NotFound, Refused, path
 from operators.sandbox.cache import Cache
 from operators.sandbox.models import Launch, LeaseSpec, LeaseStatus, Overrides, Phase, PoolStatus
 from operators.sandbox.plan_lease import LeaseObserved, LeasePlan
@@ -90,6 +91,9 @@ def holding(lease: Lease) -> bool:
     return not lease.deleting and (status.phase is Phase.bound or (status.reason == "Starting"))
 
 
+_NOTHING = LeaseObserved(pool=None)
+
+
 class AgentSandbox:
     """Reads and writes the objects. `max` holds because the warm pool shrinks before a claim is made."""
 
@@ -97,15 +101,22 @@ class AgentSandbox:
         self._api, self._cache = api, cache
         self._lock = asyncio.Lock()
         """Between reading how many claims there are and making one more."""
+        self._asked: set[str] = set()
+        """UIDs of leases that have a claim, also before their status tells."""
 
     async def keep_pool(self, pool: Pool) -> PoolStatus:
         """Write template and warm pool, and read how it stands."""
         assert pool.spec is not None
-        async with self._lock:
-            leased = self._leased(pool)
-            replicas = max(0, min(pool.spec.warm, pool.spec.max - leased))
-            await self._apply("sandboxtemplates", template(pool))
-            found = await self._apply("sandboxwarmpools", warm_pool(pool, replicas))
+        leased = self._leased(pool)
+        try:
+            async with self._lock:
+                leased = self._leased(pool)
+                replicas = max(0, min(pool.spec.warm, pool.spec.max - leased))
+                await self._apply("sandboxtemplates", template(pool))
+                found = await self._apply("sandboxwarmpools", warm_pool(pool, replicas))
+        except (NotFound, Refused) as e:
+            said = {"reason": "BackendRefused", "message": str(e)[:1000]}
+            return PoolStatus(observed_generation=pool.generation, leased=leased, total=leased, **said)
         status = found.get("status") or {}
         return PoolStatus(
             observed_generation=pool.generation,
@@ -120,28 +131,50 @@ class AgentSandbox:
 
     async def plan(self, lease: Lease, pool: Pool, now: float) -> LeasePlan:
         """Bind a lease to what its claim got; take the claim away when the lease is over."""
-        nothing = LeaseObserved(pool=None)
         if lease.deleting:
+            await self._drop(lease)
             return LeasePlan()
         if lease.status.phase.final:
-            return planning.plan_lease(lease, nothing, now)
+            return planning.plan_lease(lease, _NOTHING, now)
         if ending := planning.over(lease, now):
-            await self._drop(lease)
-            return planning.finish(lease, nothing, now, *ending)
-        assert lease.spec is not None
-        if problem := planning.refused(lease.spec, pool) or refused(lease.spec):
-            return planning.finish(lease, nothing, now, Phase.failed, *problem)
-        found = await self._get("sandboxclaims", lease.namespace, lease.name)
+            return await self._end(lease, now, *ending)
         if lease.status.phase is Phase.bound:
-            if found is None:
-                return planning.finish(lease, nothing, now, Phase.failed, "PodLost", f"claim {lease.name} is gone")
+            pod = await self._get("pods", lease.namespace, lease.status.pod or "")
+            if not _is_of(await self._claim_named(lease), lease) or not _lives(pod, lease.status.pod_uid):
+                lost = f"pod {lease.status.pod} or claim {lease.name} is gone"
+                return await self._end(lease, now, Phase.failed, "PodLost", lost)
             return LeasePlan(wake=min(lease.deadline(), now + 10 * POLL_S))
-        if found is None and not await self._claim(lease, pool):
-            return planning.wait(lease, "AtMax", f"pool {lease.pool} has as many pods as its max allows", now)
-        if found and (status := await self._bound(lease, found, now)):
+        try:
+            return await self._start(lease, pool, now)
+        except (NotFound, Refused) as e:
+            waiting = planning.wait(lease, "BackendRefused", str(e), now)
+            return replace(waiting, wake=min(lease.deadline(), now + 10 * POLL_S))
+
+    def forget(self, uid: str) -> None:
+        """The lease holds nothing any more."""
+        self._asked.discard(uid)
+
+    async def _start(self, lease: Lease, pool: Pool, now: float) -> LeasePlan:
+        """A claim for the lease, and its sandbox once there is one."""
+        assert lease.spec is not None
+        found = await self._claim_named(lease)
+        if found is None:
+            if problem := planning.refused(lease.spec, pool) or refused(lease.spec):
+                return planning.finish(lease, _NOTHING, now, Phase.failed, *problem)
+            if not await self._claim(lease, pool):
+                return planning.wait(lease, "AtMax", f"pool {lease.pool} has as many pods as its max allows", now)
+        elif not _is_of(found, lease):
+            whose = f"claim {lease.name} is of another lease, or on its way out"
+            taken = planning.wait(lease, "NameTaken", whose, now)
+            return replace(taken, wake=now + POLL_S)
+        elif status := await self._bound(lease, found, now):
             return LeasePlan(status=status, wake=min(lease.deadline(), now + 10 * POLL_S))
         waiting = planning.wait(lease, "Starting", f"claim {lease.name} has no sandbox yet", now)
         return LeasePlan(status=waiting.status, wake=now + POLL_S)
+
+    async def _end(self, lease: Lease, now: float, phase: Phase, reason: str, words: str) -> LeasePlan:
+        await self._drop(lease)
+        return planning.finish(lease, _NOTHING, now, phase, reason, words)
 
     async def _claim(self, lease: Lease, pool: Pool) -> bool:
         """Make room, then the claim. False at the maximum."""
@@ -152,8 +185,14 @@ class AgentSandbox:
                 return False
             room = pool.spec.max - leased - 1
             await self._apply("sandboxwarmpools", warm_pool(pool, max(0, min(pool.spec.warm, room))))
-            with contextlib.suppress(Exists):
+            self._asked.add(lease.uid)
+            try:
                 await self._api.call("POST", path("sandboxclaims", lease.namespace), claim(lease))
+            except Exists:
+                pass
+            except ApiError:
+                self.forget(lease.uid)
+                raise
             return True
 
     async def _bound(self, lease: Lease, found: Mapping[str, Any], now: float) -> LeaseStatus | None:
@@ -166,7 +205,7 @@ class AgentSandbox:
         sandbox = await self._get("sandboxes", lease.namespace, name)
         meta = (sandbox or {}).get("metadata", {})
         pod = await self._get("pods", lease.namespace, meta.get("annotations", {}).get(POD_NAME_ANNOTATION, name))
-        if sandbox is None or pod is None:
+        if sandbox is None or pod is None or not _lives(pod, pod["metadata"]["uid"]):
             return None
         launch = "warm" if meta.get("labels", {}).get(LAUNCH_LABEL) == "warm" else "cold"
         identity = {"pod": pod["metadata"]["name"], "pod_uid": pod["metadata"]["uid"], "launch": launch}
@@ -175,7 +214,8 @@ class AgentSandbox:
 
     def _leased(self, pool: Pool, but: Lease | None = None) -> int:
         leases = self._cache.leases.where("pool", f"{pool.namespace}/{pool.name}")
-        return sum(holding(lease) and lease is not but for lease in leases)
+        others = [lease for lease in leases if but is None or lease.uid != but.uid]
+        return sum(holding(lease) or lease.uid in self._asked for lease in others)
 
     async def _apply(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
         """Create, or bring to this specification."""
@@ -186,20 +226,48 @@ class AgentSandbox:
         same = found["spec"] | body["spec"] == found["spec"] and found["metadata"].get("labels") == meta["labels"]
         if same:
             return found
-        patch = {"metadata": {"labels": meta["labels"]}, "spec": body["spec"]}
+        changes = {name: _change(found["spec"].get(name), wanted) for name, wanted in body["spec"].items()}
+        patch = {"metadata": {"labels": meta["labels"]}, "spec": changes}
         return await self._api.call("PATCH", path(kind, meta["namespace"], meta["name"]), patch)
 
     async def _drop(self, lease: Lease) -> None:
-        try:
-            await self._api.call("DELETE", path("sandboxclaims", lease.namespace, lease.name))
-        except (NotFound, Conflict):
-            return
+        """Delete the claim of this lease, never that of a namesake."""
+        found = await self._claim_named(lease)
+        if found is not None and _is_of(found, lease):
+            where = path("sandboxclaims", lease.namespace, lease.name)
+            with contextlib.suppress(NotFound, Conflict):
+                await self._api.call("DELETE", where, {"preconditions": {"uid": found["metadata"]["uid"]}})
+        self.forget(lease.uid)
+
+    async def _claim_named(self, lease: Lease) -> dict[str, Any] | None:
+        return await self._get("sandboxclaims", lease.namespace, lease.name)
 
     async def _get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
         try:
             return await self._api.call("GET", path(kind, namespace, name))
         except NotFound:
             return None
+
+
+def _is_of(claim: Mapping[str, Any] | None, lease: Lease) -> bool:
+    """Whether a claim is this lease's and stays: names are given again, UIDs are not."""
+    meta = claim["metadata"] if claim else {}
+    return meta.get("labels", {}).get(LEASE_UID_LABEL) == lease.uid and "deletionTimestamp" not in meta
+
+
+def _lives(pod: Mapping[str, Any] | None, uid: str | None) -> bool:
+    """Whether it is the pod that was meant, and neither ends nor has ended."""
+    if pod is None or pod["metadata"]["uid"] != uid or "deletionTimestamp" in pod["metadata"]:
+        return False
+    return pod.get("status", {}).get("phase") not in ("Failed", "Succeeded")
+
+
+def _change(found: Any, wanted: Any) -> Any:
+    """The merge patch from one to the other, with what is wanted no more."""
+    if not isinstance(found, dict) or not isinstance(wanted, dict):
+        return wanted
+    gone = dict.fromkeys(found.keys() - wanted.keys())
+    return gone | {name: _change(found.get(name), value) for name, value in wanted.items()}
 
 
 def _meta(pool: Pool) -> dict[str, Any]:

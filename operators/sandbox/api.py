@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import ssl
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import kopf
@@ -47,12 +48,20 @@ class Unclear(Exception):
     """There was no answer, or none that tells: the write may or may not have happened, or may yet happen."""
 
 
+class Login(NamedTuple):
+    """Where the API server is, and who we are."""
+
+    server: str
+    headers: Mapping[str, str]
+    tls: ssl.SSLContext
+
+
 class Api:
     """A session with the API server as the operator's own identity."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
-        self._server = ""
+        self._login: Login | None = None
 
     async def close(self) -> None:
         """End the session."""
@@ -64,10 +73,12 @@ class Api:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """One request; a PATCH is a merge patch. Raises ApiError and its kinds, Unclear."""
-        answer = await self._once(method, path, body, query)
+        login = self._logged_in()
+        answer = await self._once(login, method, path, body, query)
         if answer[0] == 401:  # tokens of service accounts are renewed on disk
-            await self.close()
-            answer = await self._once(method, path, body, query)
+            if self._login is login:  # else another call has read it
+                self._login = None
+            answer = await self._once(self._logged_in(), method, path, body, query)
         status, headers, text = answer
         if status < 400:
             found: dict[str, Any] = json.loads(text)
@@ -75,29 +86,27 @@ class Api:
         raise failure(status, text, headers.get("Retry-After"))
 
     async def _once(
-        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None
+        self, login: Login, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str] | None
     ) -> tuple[int, Mapping[str, str], bytes]:
         data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": MERGE if method == "PATCH" else "application/json"}
-        session = self._open()
+        headers = {**login.headers, "Content-Type": MERGE if method == "PATCH" else "application/json"}
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=_CONNECTIONS, keepalive_timeout=60)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
         try:
-            async with session.request(
-                method, self._server + path, data=data, headers=headers, params=query
+            async with self._session.request(
+                method, login.server + path, data=data, headers=headers, params=query, ssl=login.tls
             ) as response:
                 return response.status, response.headers, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise Unclear(f"{method} {path}: {type(e).__name__}: {e}") from e
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _logged_in(self) -> Login:
+        """The session outlives logins: closing it would cancel every caller that waits for a connection."""
+        if self._login is None:
             info = connection()
-            self._server = info.server.rstrip("/")
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=info.as_ssl_context(), keepalive_timeout=60),
-                headers=info.as_http_headers(),
-                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-            )
-        return self._session
+            self._login = Login(info.server.rstrip("/"), info.as_http_headers(), info.as_ssl_context())
+        return self._login
 
 
 def connection() -> kopf.ConnectionInfo:
@@ -122,6 +131,7 @@ def failure(status: int, text: bytes, retry_after: str | None) -> Exception:
         said = json.loads(text)
     except ValueError:
         said = {}
+    said = said if isinstance(said, dict) else {}
     reason, message = said.get("reason", ""), said.get("message", text[:300].decode(errors="replace"))
     if status >= 500:
         return Unclear(f"{status} {reason}: {message}")

@@ -72,7 +72,9 @@ class Shelf(Generic[T]):
                 return False
             self._unindex(known)
         self._items[item.uid] = item
-        self._names[item.namespace, item.name] = item.uid
+        namesake = self.named(item.namespace, item.name)
+        if namesake is None or namesake.version <= item.version:
+            self._names[item.namespace, item.name] = item.uid
         for name, key in self._keys.items():
             self._indexes[name][key(item)][item.uid] = item
         return True
@@ -90,12 +92,15 @@ class Shelf(Generic[T]):
                 del self._names[known.namespace, known.name]
         return known
 
-    def replace(self, items: Iterable[T], version: int, covers: Callable[[T], bool] = lambda _: True) -> list[T]:
-        """Take a consistent list made at `version`. What it lacks and is not newer is gone. Returns what changed."""
+    def replace(
+        self, items: Iterable[T], version: int, covers: Callable[[T], bool] = lambda _: True
+    ) -> tuple[list[T], list[T]]:
+        """Take a consistent list made at `version`. What it lacks and is not newer is gone. Returns what changed, and
+        what is gone."""
         listed = {item.uid: item for item in items}
         changed = [item for item in listed.values() if self.put(item)]
         lost = [i.uid for i in self._items.values() if i.uid not in listed and i.version <= version and covers(i)]
-        return changed + [item for uid in lost if (item := self.drop(uid)) is not None]
+        return changed, [item for uid in lost if (item := self.drop(uid)) is not None]
 
     def _unindex(self, item: T) -> None:
         for name, key in self._keys.items():
@@ -116,11 +121,16 @@ class Cache:
             waiting=lambda lease: f"{lease.namespace}/{lease.pool}" if lease.waiting else "",
         )
         self.pods: Shelf[Pod] = Shelf(
-            pool=lambda pod: pod.pool_uid,
-            lease=lambda pod: pod.lease_uid,
-            idle=lambda pod: pod.pool_uid if pod.ready and not pod.lease_uid and not pod.terminating else "",
+            pool=lambda pod: f"{pod.namespace}/{pod.pool_uid}",
+            lease=lambda pod: f"{pod.namespace}/{pod.lease_uid}",
+            idle=_idle,
         )
 
     def uids(self) -> set[str]:
         """Of everything."""
         return {item.uid for shelf in (self.pools, self.leases, self.pods) for item in shelf}
+
+
+def _idle(pod: Pod) -> str:
+    serves = pod.ready and not pod.lease_uid and not pod.terminating
+    return f"{pod.namespace}/{pod.pool_uid}" if serves else ""

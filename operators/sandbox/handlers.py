@@ -11,7 +11,6 @@ from typing import Any
 
 import kopf
 
-from operators.sandbox import metrics
 from operators.sandbox.api import Api, connection
 from operators.sandbox.health import Freshness
 from operators.sandbox.models import GROUP, VERSION
@@ -37,7 +36,7 @@ class Nothing(kopf.DiffBaseStorage):
 def make_registry(api: Api, reconciler: Reconciler, freshness: Freshness) -> kopf.OperatorRegistry:
     """Handlers of the four kinds that are watched."""
     registry = kopf.OperatorRegistry()
-    cache, pods = reconciler.cache, reconciler.pods
+    cache = reconciler.cache
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.ConnectionInfo:
@@ -50,8 +49,7 @@ def make_registry(api: Api, reconciler: Reconciler, freshness: Freshness) -> kop
         if not gone and cache.pools.put(seen):
             reconciler.pool_changed(seen)
         elif gone and cache.pools.drop(seen.uid):
-            pods.forget_pool(seen.uid)
-            metrics.forget_pool(seen)
+            reconciler.pool_gone(seen)
 
     @kopf.on.event(GROUP, VERSION, "sandboxleases", registry=registry)
     async def lease(event: Any, **_: Any) -> None:
@@ -66,10 +64,11 @@ def make_registry(api: Api, reconciler: Reconciler, freshness: Freshness) -> kop
     async def pod(event: Any, **_: Any) -> None:
         seen, gone = Pod.parse(event["object"]), event["type"] == "DELETED"
         freshness.told("pods", seen.uid, seen.version, gone)
-        if gone:
-            pods.forget(seen.uid)
-        if cache.pods.drop(seen.uid) if gone else cache.pods.put(seen):
+        if not gone and cache.pods.put(seen):
             reconciler.pod_changed(seen)
+        elif gone:
+            cache.pods.drop(seen.uid)
+            reconciler.pod_gone(seen)
 
     @kopf.on.event(GROUP, VERSION, "sandboxsnapshots", registry=registry)
     async def snapshot(event: Any, **_: Any) -> None:

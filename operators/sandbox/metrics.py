@@ -69,3 +69,7 @@ def forget_pool(pool: Pool) -> None:
     for state in ("ready", "starting", "leased", "terminating", "ended"):
         PODS.remove(pool.namespace, pool.name, state)
     TARGET.remove(pool.namespace, pool.name)
+    CONFLICTS.remove(pool.namespace, pool.name)
+    for launch in ("warm", "cold"):
+        for metric in (CLAIM_SECONDS, FIRST_EXEC_SECONDS, CREATED):
+            metric.remove(pool.namespace, pool.name, launch)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from operators.sandbox.rules import Resource, Rule, frozen
 from operators.sandbox.template import EnvVar, Label, Network, Resources, Template
@@ -20,6 +21,13 @@ Name = Annotated[str, Field(min_length=1, max_length=253)]
 Id = Annotated[str, Field(max_length=256)]
 Reason = Annotated[str, Field(max_length=64)]
 Message = Annotated[str, Field(max_length=1024)]
+
+
+def _is_moment(value: str) -> str:
+    """Stricter than API servers, which take hours and years that there are not."""
+    if datetime.fromisoformat(value).tzinfo is None:
+        raise ValueError(f"{value!r} has no time zone; end it with Z")
+    return value
 
 
 class Backend(StrEnum):
@@ -136,7 +144,7 @@ class LeaseSpec(Resource):
     """Seconds from the creation of the lease after which everything is taken away."""
     heartbeat_seconds: Annotated[int, Field(ge=5, le=3600)] | None = None
     """When given, the lease also ends that long after `renewed`."""
-    renewed: Moment | None = None
+    renewed: Annotated[Moment, AfterValidator(_is_moment)] | None = None
     """When its holder last said that it lives."""
     launch: Launch = Launch.any
     overrides: Overrides | None = None

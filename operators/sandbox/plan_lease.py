@@ -4,7 +4,7 @@ among the candidates the caller picks one at random."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from operators.sandbox.models import Launch, LeaseSpec, LeaseStatus, Phase
 from operators.sandbox.plan_pool import Deletion, Hold
@@ -49,18 +49,16 @@ class LeasePlan:
 def plan_lease(lease: Lease, seen: LeaseObserved, now: float) -> LeasePlan:
     """Bind a lease to exactly one pod, and take everything away when it is over.
 
-    A lease that is being deleted needs nothing: what it owns is collected with it, also without the operator.
+    What a deleted lease owns is collected with it, also without the operator; while somebody's finalizer keeps the
+    lease itself, its pods go all the same.
     """
     status = lease.status
     if lease.deleting:
-        return LeasePlan()
+        return LeasePlan(delete=_all(seen, "LeaseDeleted"))
     if status.phase.final:
         return _after(lease, seen, now)
     if ending := over(lease, now):
         return finish(lease, seen, now, *ending)
-    assert lease.spec is not None
-    if seen.pool is not None and (refusal := refused(lease.spec, seen.pool)):
-        return finish(lease, seen, now, Phase.failed, *refusal)
     return _hold_one(lease, seen, now)
 
 
@@ -79,7 +77,7 @@ def over(lease: Lease, now: float) -> tuple[Phase, str, str] | None:
 
 
 def refused(spec: LeaseSpec, pool: Pool) -> tuple[str, str] | None:
-    """Reason and words when this pool can never honour the lease."""
+    """Reason and words when this pool can never honour the lease. Not for one that has a pod: pools are edited."""
     if pool.spec is None:
         return None
     if spec.ttl_seconds > pool.spec.max_lease_seconds:
@@ -110,6 +108,8 @@ def _hold_one(lease: Lease, seen: LeaseObserved, now: float) -> LeasePlan:
         return wait(lease, "NoPool", f"there is no pool {lease.pool} in {lease.namespace}", now)
     if seen.pool.spec is None:
         return wait(lease, "PoolRefused", seen.pool.problem, now)
+    if refusal := refused(lease.spec, seen.pool):
+        return finish(lease, seen, now, Phase.failed, *refusal)
     return _get(lease, seen, now)
 
 
@@ -126,7 +126,8 @@ def _get(lease: Lease, seen: LeaseObserved, now: float) -> LeasePlan:
     if lease.spec.launch is Launch.warm:
         return wait(lease, "NoWarmPod", "waits for a warm pod", now)
     if seen.hold and seen.hold.until > now:
-        return wait(lease, seen.hold.reason, seen.hold.message, now)
+        held = wait(lease, seen.hold.reason, seen.hold.message, now)
+        return replace(held, wake=min(lease.deadline(), seen.hold.until))
     if not seen.slots:
         return wait(lease, "AtMax", f"pool {lease.pool} has as many pods as its max allows", now)
     return LeasePlan(create=seen.slots[0])

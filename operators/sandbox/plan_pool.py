@@ -72,7 +72,9 @@ def plan_pool(pool: Pool, seen: Observed, now: float) -> PoolPlan:
     fresh = [p for p in alive if p.template == pool.template and now - p.created < spec.idle_seconds]
     late = {p.uid for p in fresh if not p.ready and now - p.created > spec.start_seconds}
     kept = [p for p in fresh if p.uid not in late]
-    deletions = _ended(idle, seen, now) + _surplus(kept, spec.warm)
+    leaving = sum(p.terminating or p.ended is not None or p.uid in seen.deleting for p in seen.pods)
+    room = spec.max - (len(seen.pods) - leaving - len(kept))
+    deletions = _ended(idle, seen, now) + _surplus(kept, max(0, min(spec.warm, room)))
     going = sum(p.terminating or p.uid in seen.deleting for p in idle) + len(deletions)
     deletions += _outdated(alive, kept, late, max(0, spec.batch - going - sum(not p.ready for p in kept)))
     create, reason, message = _creations(spec, seen, idle, now)
@@ -110,7 +112,7 @@ def _ended(idle: Iterable[Pod], seen: Observed, now: float) -> list[Deletion]:
 
 
 def _surplus(kept: list[Pod], warm: int) -> list[Deletion]:
-    """Beyond the target: those that do not serve first, then the oldest."""
+    """Beyond the target, or what a lowered max leaves of it: those that do not serve first, then the oldest."""
     if len(kept) <= warm:
         return []
     ranked = sorted(kept, key=lambda p: (p.ready, p.created, p.slot))
@@ -131,7 +133,7 @@ def _creations(spec: PoolSpec, seen: Observed, idle: list[Pod], now: float) -> t
         return (), "", ""
     if seen.hold and seen.hold.until > now:
         return (), seen.hold.reason, seen.hold.message
-    stuck = [p for p in seen.pods if p.unschedulable and not p.terminating]
+    stuck = [p for p in idle if p.unschedulable and not p.terminating]  # a lease may ask for what no node has
     if stuck:
         return (), "Unschedulable", f"{len(stuck)} pods find no node, {stuck[0].name} among them; no more are created"
     slots = free_slots(spec, seen)

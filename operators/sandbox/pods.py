@@ -16,10 +16,12 @@ from operators.sandbox.cache import Cache
 from operators.sandbox.hardening import require_hardened
 from operators.sandbox.plan_lease import LeaseObserved, takes_warm
 from operators.sandbox.plan_pool import Deletion, Hold, Observed, claimable, free_slots
-from operators.sandbox.views import LEASE_UID_LABEL, Lease, Pod, Pool
+from operators.sandbox.views import LEASE_UID_LABEL, POOL_LABEL, Lease, Pod, Pool
 
 HOLD_S = 5.0
 """How long nothing is created after the API server refused a pod. Our choice."""
+OWN_HOLD_S = 30.0
+"""How long a lease waits after the API server refused what it alone asked for. Our choice."""
 BLOCK_S = 60.0
 """How long a slot is left alone whose name somebody else's pod has. Our choice."""
 _DRAWN = 8
@@ -35,7 +37,6 @@ class UnderWay:
 
     creating: dict[int, bool] = field(default_factory=dict)
     blocked: dict[int, float] = field(default_factory=dict)
-    hold: Hold | None = None
 
 
 class Pods:
@@ -48,32 +49,34 @@ class Pods:
         self.furnished: set[str] = set()
         """UIDs whose policy and secret are there."""
         self._pools: dict[str, UnderWay] = defaultdict(UnderWay)
+        self._holds: dict[str, Hold] = {}
+        """By UID of a pool, or of a lease with overrides, whose pod is like no other of its pool."""
 
     def observe(self, pool: Pool, now: float) -> Observed:
         """What planning of a pool reads."""
         way = self._pools[pool.uid]
         return Observed(
-            pods=self.cache.pods.where("pool", pool.uid),
+            pods=self.cache.pods.where("pool", pool.key),
             creating=dict(way.creating),
             deleting=frozenset(self.deleting),
             reserved=frozenset(self.reserved),
             blocked=frozenset(slot for slot, until in way.blocked.items() if until > now),
-            hold=way.hold,
+            hold=self._holds.get(pool.uid),
         )
 
     def observe_lease(self, lease: Lease, pool: Pool | None, now: float) -> LeaseObserved:
         """What planning of a lease reads. Its cost does not grow with the pool while there is a pod to take."""
-        own = self.cache.pods.where("lease", lease.uid)
+        own = self.cache.pods.where("lease", lease.key)
         deleting = frozenset(self.deleting)
         if pool is None or pool.spec is None or lease.spec is None or own:
             return LeaseObserved(pool=pool, own=own, deleting=deleting)
-        idle = self.cache.pods.where("idle", pool.uid) if takes_warm(lease.spec) else ()
+        idle = self.cache.pods.where("idle", pool.key) if takes_warm(lease.spec) else ()
         busy = self.reserved | self.deleting
         drawn = self.random.sample(idle, min(_DRAWN, len(idle)))
         candidates = [p for p in drawn if p.uid not in busy and claimable(p, pool, now)]
         candidates = candidates or [p for p in idle if p.uid not in busy and claimable(p, pool, now)]
         slots = free_slots(pool.spec, self.observe(pool, now)) if not candidates else []
-        return LeaseObserved(pool, own, candidates, slots, self._pools[pool.uid].hold, deleting)
+        return LeaseObserved(pool, own, candidates, slots, self._holds.get(_asker(pool, lease)), deleting)
 
     async def create(self, pool: Pool, slot: int, lease: Lease | None, now: float) -> bool:
         """Create a pod in a slot, with its policy and its secret. False when the API server would not have it.
@@ -90,13 +93,15 @@ class Pods:
         try:
             made = Pod.parse(await self.api.call("POST", path("pods", pool.namespace), body))
             self.cache.pods.put(made)
-            way.hold = None
+            self._holds.pop(_asker(pool, lease), None)
         except Exists:
             await self._adopt(pool, slot, now)
             return False
         except Refused as e:
             reason = "QuotaExceeded" if "exceeded quota" in e.message else "PodRefused"
-            way.hold = Hold(reason, e.message, now + HOLD_S)
+            asker = _asker(pool, lease)
+            until = now + (HOLD_S if asker == pool.uid else OWN_HOLD_S)
+            self._holds[asker] = Hold(reason, e.message, until)
             return False
         finally:
             way.creating.pop(slot, None)
@@ -108,11 +113,11 @@ class Pods:
         """Make the policy and then the secret without which the pod cannot start. Safe to repeat."""
         await self.deny(pool, pod)
         with contextlib.suppress(Exists):
-            body = resources.secret(pool, pod, secrets.token_urlsafe(32))
+            body = resources.secret(pod, secrets.token_urlsafe(32))
             await self.api.call("POST", path("secrets", pod.namespace), body)
         self.furnished.add(pod.uid)
 
-    async def deny(self, pool: Pool, pod: Pod) -> None:
+    async def deny(self, pool: Pool | None, pod: Pod) -> None:
         """Make the pod's network policy, unless it is there."""
         with contextlib.suppress(Exists):
             await self.api.call("POST", path("networkpolicies", pod.namespace), resources.policy(pool, pod))
@@ -184,17 +189,29 @@ class Pods:
     def forget_pool(self, uid: str) -> None:
         """The pool is gone."""
         self._pools.pop(uid, None)
+        self._holds.pop(uid, None)
+
+    def forget_lease(self, uid: str) -> None:
+        """The lease is gone."""
+        self._holds.pop(uid, None)
 
     async def _adopt(self, pool: Pool, slot: int, now: float) -> None:
-        """The name is taken: by a pod of ours that an earlier attempt made, or by somebody else's."""
+        """The name is taken: by a pod of ours that an earlier attempt made, or by one that is not ours, or no more:
+        people take pods out of their pool by removing its label, and no watch tells of those."""
         name = f"{pool.name}-{slot}"
         try:
             body = await self.api.call("GET", path("pods", pool.namespace, name))
         except NotFound:
             return
         found = Pod.parse(body)
-        if found.pool_uid == pool.uid:
+        if found.pool_uid == pool.uid and POOL_LABEL in body["metadata"]["labels"]:
             self.cache.pods.put(found)
-            return
+            if self.cache.pods.get(found.uid) is not None:
+                return
         self._pools[pool.uid].blocked[slot] = now + BLOCK_S
         log.warning("slot taken by a foreign pod", extra={"namespace": pool.namespace, "pod": name})
+
+
+def _asker(pool: Pool, lease: Lease | None) -> str:
+    """Whose affair it is when the API server refuses the pod."""
+    return lease.uid if lease and lease.spec and lease.spec.overrides else pool.uid

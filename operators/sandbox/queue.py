@@ -46,6 +46,11 @@ class Queue(Generic[K]):
         self.add_after(key, delay)
         return delay
 
+    def cancel(self, key: K) -> None:
+        """Nothing is left to do for the key: what was planned for later is not."""
+        if timer := self._timers.pop(key, None):
+            timer.cancel()
+
     def forget(self, key: K) -> None:
         """It succeeded: the next failure counts as the first."""
         self._failures.pop(key, None)

@@ -75,11 +75,25 @@ class Reconciler:
         self._served(lease)
         self._queues["lease"].add(Key("lease", lease.namespace, lease.name))
 
+    def pool_gone(self, pool: Pool) -> None:
+        """The pool exists no more."""
+        self.pods.forget_pool(pool.uid)
+        metrics.forget_pool(pool)
+        self._queues["pool"].add(Key("pool", pool.namespace, pool.name))
+
+    def pod_gone(self, pod: Pod) -> None:
+        """The pod exists no more."""
+        self.pods.forget(pod.uid)
+        self.pod_changed(pod)
+
     def lease_gone(self, lease: Lease) -> None:
         """The lease exists no more."""
+        self.pods.forget_lease(lease.uid)
+        self._agent_sandbox.forget(lease.uid)
         self.seen.pop(lease.uid, None)
         self._untold.pop(lease.uid, None)
         self._unclear.discard(lease.uid)
+        self._queues["lease"].add(Key("lease", lease.namespace, lease.name))
         self._queues["pool"].add(Key("pool", lease.namespace, lease.pool))
 
     def pod_changed(self, pod: Pod) -> None:
@@ -119,6 +133,7 @@ class Reconciler:
     async def _pool(self, key: Key) -> None:
         pool = self.cache.pools.named(key.namespace, key.name)
         if pool is None or pool.deleting:
+            self._queues[key.kind].cancel(key)
             return
         if pool.spec is not None and pool.spec.backend is Backend.agent_sandbox:
             await self._pool_status(pool, await self._agent_sandbox.keep_pool(pool))
@@ -127,7 +142,7 @@ class Reconciler:
         now = time.time()
         plan = plan_pool(pool, self.pods.observe(pool, now), now)
         unfurnished = [
-            p for p in self.cache.pods.where("pool", pool.uid)
+            p for p in self.cache.pods.where("pool", pool.key)
             if not p.ready and not p.terminating and p.ended is None and p.uid not in self.pods.furnished
         ]  # fmt: skip
         outcomes = await asyncio.gather(
@@ -136,20 +151,20 @@ class Reconciler:
             *(self.pods.furnish(pool, pod) for pod in unfurnished),
             return_exceptions=True,
         )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if plan.create or plan.delete:
             now = time.time()
             plan = plan_pool(pool, self.pods.observe(pool, now), now)
-            if plan.create or plan.delete:
+            if (plan.create or plan.delete) and not failed:
                 self._queues[key.kind].add(key)
         await self._pool_status(pool, plan.status)
         if plan.wake is not None:
             self._queues[key.kind].add_after(key, plan.wake - now)
+        if failed:
+            raise failed[0]
 
     async def _pool_status(self, pool: Pool, status: PoolStatus) -> None:
-        metrics.observe_pool(pool, self.cache.pods.where("pool", pool.uid))
+        metrics.observe_pool(pool, self.cache.pods.where("pool", pool.key))
         wire, known = status.wire(), dict(pool.status)
         if wire == known:
             return
@@ -180,6 +195,7 @@ class Reconciler:
                 if plan.wake is not None:
                     self._queues[key.kind].add_after(key, plan.wake - now)
                 return
+        self._queues[key.kind].cancel(key)
 
     async def _act(self, lease: Lease, pool: Pool | None, plan: LeasePlan, now: float) -> bool:
         """Carry one plan out. True when the lease should be planned again at once."""

@@ -127,18 +127,21 @@ def claim_patch(target: Pod, lease: Lease, now: float) -> dict[str, Any]:
     return {"metadata": meta, "spec": {"activeDeadlineSeconds": limit}}
 
 
-def policy(pool: Pool, target: Pod) -> dict[str, Any]:
-    """The default-deny policy of one pod, owned by it and selecting it alone."""
-    assert pool.spec is not None
+def policy(pool: Pool | None, target: Pod) -> dict[str, Any]:
+    """The default-deny policy of one pod, owned by it and selecting it alone.
+
+    It opens what the pool's template opens that the pod was made from; where that is not known any more, nothing.
+    """
+    spec = pool.spec if pool is not None and pool.template == target.template else None
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": _part_of(pool, target),
+        "metadata": _part_of(target),
         "spec": {
             "podSelector": {"matchLabels": {NONCE_LABEL: target.nonce}},
             "policyTypes": ["Ingress", "Egress"],
-            "ingress": ingress(pool.spec.network, pool.spec.template.port),
-            "egress": egress(pool.spec.network),
+            "ingress": ingress(spec.network, spec.template.port) if spec else [],
+            "egress": egress(spec.network) if spec else [],
         },
     }
 
@@ -158,14 +161,14 @@ def ingress(network: Network, port: int) -> list[dict[str, Any]]:
     return [{"from": [_peer(peer) for peer in network.clients], "ports": [_port(port)]}]
 
 
-def secret(pool: Pool, target: Pod, token: str) -> dict[str, Any]:
+def secret(target: Pod, token: str) -> dict[str, Any]:
     """The token of one pod, owned by it. Pods are not reused, so it is the token of one lease."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "Opaque",
         "immutable": True,
-        "metadata": _part_of(pool, target),
+        "metadata": _part_of(target),
         "stringData": {"token": token},
     }
 
@@ -175,11 +178,12 @@ def owner(kind: str, name: str, uid: str) -> dict[str, Any]:
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": kind, "name": name, "uid": uid, "controller": True}
 
 
-def _part_of(pool: Pool, target: Pod) -> dict[str, Any]:
+def _part_of(target: Pod) -> dict[str, Any]:
+    pool = target.name.rpartition("-")[0]
     return {
         "name": f"{target.name}-{target.nonce}",
         "namespace": target.namespace,
-        "labels": {POOL_LABEL: pool.name, POOL_UID_LABEL: pool.uid, NONCE_LABEL: target.nonce},
+        "labels": {POOL_LABEL: pool, POOL_UID_LABEL: target.pool_uid, NONCE_LABEL: target.nonce},
         "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": target.name, "uid": target.uid}],
     }
 

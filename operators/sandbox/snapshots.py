@@ -30,7 +30,8 @@ async def judge_snapshot(api: Api, body: Mapping[str, Any]) -> None:
         return
     meta = body["metadata"]
     gone = {name: None for name in known if name not in status}
-    patch = {"metadata": {"uid": meta["uid"]}, "status": status | gone}
+    same = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}  # or it was changed since it was seen
+    patch = {"metadata": same, "status": status | gone}
     try:
         await api.call("PATCH", path("sandboxsnapshots", meta["namespace"], meta["name"], "status"), patch)
     except (NotFound, Conflict):

@@ -60,7 +60,7 @@ class Pod:
     limit: int | None
     """activeDeadlineSeconds."""
     deadline: float | None
-    """When it must be gone, by its annotation."""
+    """When it must be gone, by its annotation, as far as that can be read: whoever may change pods may change it."""
     ready: bool
     ended: float | None
     """When its containers ended, for good."""
@@ -85,7 +85,6 @@ class Pod:
         labels, notes = meta.get("labels") or {}, meta.get("annotations") or {}
         conditions = {c["type"]: c for c in status.get("conditions") or ()}
         scheduled, phase = conditions.get("PodScheduled", {}), status.get("phase")
-        deadline = notes.get(DEADLINE_ANNOTATION)
         return cls(
             namespace=meta["namespace"],
             name=meta["name"],
@@ -99,7 +98,7 @@ class Pod:
             created=seconds(meta["creationTimestamp"]),
             started=seconds(status["startTime"]) if status.get("startTime") else None,
             limit=body["spec"].get("activeDeadlineSeconds"),
-            deadline=seconds(deadline) if deadline else None,
+            deadline=_written_moment(notes.get(DEADLINE_ANNOTATION, "")),
             ready=conditions.get("Ready", {}).get("status") == "True" and phase == "Running",
             ended=_ended(status, meta) if phase in ("Failed", "Succeeded") else None,
             terminating="deletionTimestamp" in meta,
@@ -108,6 +107,13 @@ class Pod:
             port=next((p["containerPort"] for c in body["spec"]["containers"] for p in c.get("ports") or ()), 0),
             cold=notes.get(LAUNCH_ANNOTATION) == "cold",
         )
+
+
+def _written_moment(said: str) -> float | None:
+    try:
+        return seconds(said)
+    except ValueError:
+        return None
 
 
 def _ended(status: Mapping[str, Any], meta: Mapping[str, Any]) -> float:
@@ -133,6 +139,11 @@ class Pool:
     """Hash of everything that shapes its pods."""
     status: Mapping[str, Any]
     """As last written."""
+
+    @property
+    def key(self) -> str:
+        """Namespace and UID: by it pods are found. A UID in a label of another namespace means nothing."""
+        return f"{self.namespace}/{self.uid}"
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Pool:
@@ -192,6 +203,11 @@ class Lease:
             status=LeaseStatus.model_validate(body.get("status") or {}, extra="ignore"),
             first_exec=_duration((meta.get("annotations") or {}).get(FIRST_EXEC_ANNOTATION, "")),
         )
+
+    @property
+    def key(self) -> str:
+        """Namespace and UID: by it pods are found."""
+        return f"{self.namespace}/{self.uid}"
 
     @property
     def waiting(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the operator may do is what it does, by the API server's audit log; what tenants may do; the other backend."""
+"""What the operator may do is what it does, by the API server's audit log; what tenants may do."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from .cluster import Cluster, eventually
-from .sandbox_world import ACCOUNT, MANIFESTS, OPERATOR_NAMESPACE, World, call, install, nodes, with_ignored
+from .sandbox_world import ACCOUNT, MANIFESTS, OPERATOR_NAMESPACE, World, call, install, nodes
 
-AGENT_SANDBOX = Path(__file__).parents[1] / "operators" / "data" / "agent_sandbox_v1beta1.yaml"
 USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:{ACCOUNT}"
 SNAPSHOT = {"lease": "one", "leaseUid": "u", "uri": "s3://b/k", "fingerprint": "sha256:" + "0" * 64}
 
@@ -113,65 +112,3 @@ def test_a_tenant_leases_in_its_namespace_and_cannot_read_anothers_token(cluster
             with pytest.raises(ApiException) as problem:
                 call(who, method, path, content)
             assert problem.value.status == 403, (method, path)
-
-
-def test_a_pool_of_agent_sandbox_is_kept_by_its_own_controller(cluster: Cluster, world: World) -> None:
-    """The other project's controller is played by the test; the objects are admitted by a real API server."""
-    api = cluster.client()
-    places = {"ClusterRole": "clusterroles", "ClusterRoleBinding": "clusterrolebindings"}
-    for crd in yaml.safe_load_all(AGENT_SANDBOX.read_text()):
-        with_ignored(409, call, api, "POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
-    for document in yaml.safe_load_all((MANIFESTS / "agent-sandbox/rbac.yaml").read_text()):
-        where = f"/apis/rbac.authorization.k8s.io/v1/{places[document['kind']]}"
-        with_ignored(409, call, api, "POST", where, document)
-    root = f"/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{world.namespace}"
-    eventually(lambda: _answers(api, f"{root}/sandboxclaims"))
-    world.start()
-    template = {"image": "sandbox:1", "command": ["sleep", "infinity"]}
-    world.pool(warm=2, max=2, backend="agent-sandbox", template=template)
-    warm = eventually(lambda: _read(api, f"{root}/sandboxwarmpools/p"))
-    assert warm is not None and warm["spec"]["replicas"] == 2
-    made = call(api, "GET", f"{root}/sandboxtemplates/p")
-    assert made["spec"]["podTemplate"]["spec"]["containers"][0]["securityContext"]["privileged"] is False
-    world.lease("one", ttlSeconds=40)
-    claim = eventually(lambda: _read(api, f"{root}/sandboxclaims/one"))
-    assert claim is not None and claim["spec"]["lifecycle"]["shutdownPolicy"] == "Delete"
-    assert call(api, "GET", f"{root}/sandboxwarmpools/p")["spec"]["replicas"] == 1
-    _serve_claim(world, api, root)
-    status = world.until("one", "Bound")
-    assert (status["pod"], status["launch"]) == ("adopted", "warm") and "tokenSecret" not in status
-    world.lease("cold", launch="cold", ttlSeconds=30)
-    assert world.until("cold", "Failed")["reason"] == "LaunchRefused"
-    assert world.until("one", "Expired")["reason"] == "DeadlinePassed"
-    eventually(lambda: _read(api, f"{root}/sandboxclaims/one") is None)
-
-
-def _serve_claim(world: World, api: client.ApiClient, root: str) -> None:
-    """What that controller does: a pod from the pool becomes the sandbox of the claim."""
-    pod = {"metadata": {"name": "adopted"}, "spec": {"containers": [{"name": "c", "image": "i:1"}]}}
-    call(api, "POST", world.path("pods"), pod)
-    sandbox = {
-        "apiVersion": "agents.x-k8s.io/v1beta1",
-        "kind": "Sandbox",
-        "metadata": {
-            "name": "s",
-            "annotations": {"agents.x-k8s.io/pod-name": "adopted"},
-            "labels": {"agents.x-k8s.io/launch-type": "warm"},
-        },
-    }
-    call(api, "POST", f"/apis/agents.x-k8s.io/v1beta1/namespaces/{world.namespace}/sandboxes", sandbox)
-    ready = {"conditions": [{"type": "Ready", "status": "True"}], "sandbox": {"name": "s"}}
-    call(api, "PATCH", f"{root}/sandboxclaims/one/status", {"status": ready})
-
-
-def _read(api: client.ApiClient, path: str) -> dict[str, Any] | None:
-    try:
-        return call(api, "GET", path)
-    except ApiException as problem:
-        if problem.status != 404:
-            raise
-        return None
-
-
-def _answers(api: client.ApiClient, path: str) -> bool:
-    return _read(api, path) is not None

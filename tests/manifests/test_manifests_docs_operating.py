@@ -66,7 +66,7 @@ def reasons(*modules: str) -> set[str]:
 
 def test_every_reason_of_the_operator_is_explained() -> None:
     kinds = {"SandboxClaim", "SandboxLease", "SandboxPool", "SandboxTemplate", "SandboxWarmPool"}
-    of_deletions = {"HeldTwice", "LeaseEnded", "ScaledDown"}
+    of_deletions = {"HeldTwice", "LeaseDeleted", "LeaseEnded", "ScaledDown"}
     given = reasons("plan_lease.py", "plan_pool.py", "pods.py", "agent_sandbox.py") - kinds - of_deletions
     assert {"AtMax", "DeadlinePassed", "QuotaExceeded", "LaunchRefused"} <= given
     assert {reason for reason in given if reason not in TROUBLE} == set()

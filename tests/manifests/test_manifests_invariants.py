@@ -179,6 +179,21 @@ def test_the_component_agent_sandbox_hands_the_pools_over(tmp_path: Path) -> Non
     assert "extensions.agents.x-k8s.io" not in base, "only clusters with that controller need these rights"
 
 
+def test_an_operator_of_one_namespace_has_no_right_elsewhere_whatever_makes_its_pods(tmp_path: Path) -> None:
+    resources = with_components(tmp_path, "agent-sandbox", "one-namespace")
+    operator = [
+        r for r in of_kind(resources, "ClusterRoleBinding", "RoleBinding") if _binds(r, "occamy-sandbox-operator")
+    ]
+    assert {(r["kind"], r["metadata"].get("namespace"), r["roleRef"]["name"]) for r in operator} == {
+        ("RoleBinding", "occamy-sandboxes", "occamy-sandbox-operator"),
+        ("RoleBinding", "occamy-sandboxes", "occamy-sandbox-operator-agent-sandbox"),
+    }
+
+
+def _binds(binding: Resource, account: str) -> bool:
+    return account in [subject["name"] for subject in binding["subjects"]]
+
+
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_no_secret_is_in_git_and_nobody_may_do_everything(name: str) -> None:
     resources = overlay(name)

@@ -13,7 +13,7 @@ from made_sandboxes import SPEC
 from server_rules import accepts, broken_rules, defaulted
 
 from operators.sandbox.crds import KINDS, LEASE, POOL, SNAPSHOT, Kind, crd, render, structural
-from operators.sandbox.models import PoolSpec
+from operators.sandbox.models import LeaseSpec, PoolSpec
 from operators.sandbox.views import parse_spec
 
 FOLDER = Path(__file__).parents[2] / "manifests" / "crds"
@@ -188,3 +188,20 @@ def test_the_manifest_is_plain_yaml() -> None:
         "sandboxleases.occamy.dev",
         "sandboxsnapshots.occamy.dev",
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "good"),
+    [
+        ("2027-01-01T00:00:00Z", True),
+        ("2027-01-01T00:00:00.123456789+01:00", True),
+        ("2027-01-01T00:00:00+99:99", False),
+        ("0000-01-01T00:00:00Z", False),
+        ("2027-01-01T00:00:00x5Z", False),
+        ("2027-01-01T00:00:00", False),
+    ],
+)
+def test_a_renewal_is_a_moment_that_there_is(said: str, good: bool) -> None:
+    """API servers check little more than the pattern of a date-time."""
+    spec, problem = parse_spec(LeaseSpec, {**LEASE_SPEC, "heartbeatSeconds": 30, "renewed": said})
+    assert (spec is not None) == good and ("renewed" in problem) != good

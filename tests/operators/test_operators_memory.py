@@ -5,16 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
-from made_sandboxes import pod
+from made_sandboxes import NOW, lease, pod, pool
 
-from operators.sandbox.api import ApiError, Conflict, Exists, NotFound, Refused, Unclear, failure, path, server_of
+from operators.sandbox.api import (
+    Api,
+    ApiError,
+    Conflict,
+    Exists,
+    NotFound,
+    Refused,
+    Unclear,
+    failure,
+    path,
+    server_of,
+)
 from operators.sandbox.cache import Cache
+from operators.sandbox.events import Events
 from operators.sandbox.health import BLIND_S, SILENT_S, Freshness
+from operators.sandbox.pods import Pods
 from operators.sandbox.queue import Queue
+from operators.sandbox.reconcile import Key, Reconciler
 from operators.sandbox.snapshots import judge
 from operators.sandbox.views import Lease
 
@@ -24,7 +42,7 @@ def test_an_older_version_never_replaces_a_newer_one() -> None:
     assert pods.put(pod(0, version=5, lease_uid="x"))
     assert not pods.put(pod(0, version=4))
     assert not pods.put(pod(0, version=5))
-    assert [p.version for p in pods.where("lease", "x")] == [5] and pods.where("idle", "pool") == ()
+    assert [p.version for p in pods.where("lease", "ns/x")] == [5] and pods.where("idle", "ns/pool") == ()
 
 
 def test_what_is_gone_stays_gone_and_its_namesake_is_another() -> None:
@@ -33,7 +51,7 @@ def test_what_is_gone_stays_gone_and_its_namesake_is_another() -> None:
     assert pods.drop("pod-0") is not None
     assert not pods.put(pod(0, version=99))
     assert pods.put(pod(0, uid="again")) and pods.named("ns", "p-0") == pod(0, uid="again")
-    assert [p.uid for p in pods.where("pool", "pool")] == ["again"]
+    assert [p.uid for p in pods.where("pool", "ns/pool")] == ["again"]
 
 
 @pytest.mark.parametrize(
@@ -57,12 +75,33 @@ def test_what_a_tenant_says_about_its_first_command_counts_if_it_can_be(said: st
     assert lease.first_exec == counts
 
 
+def test_a_late_word_about_a_namesake_that_is_gone_hides_nobody() -> None:
+    pods = Cache().pods
+    pods.put(pod(0, uid="old", version=1))
+    pods.put(pod(0, uid="new", version=9))
+    pods.put(pod(0, uid="old", version=5))
+    assert pods.named("ns", "p-0") == pod(0, uid="new", version=9)
+    pods.drop("old")
+    assert pods.named("ns", "p-0") == pod(0, uid="new", version=9)
+
+
+def test_labels_of_another_namespace_make_no_pod_of_a_pool_or_a_lease() -> None:
+    """Whoever makes pods somewhere can write there what UIDs they like."""
+    cache = Cache()
+    for stranger in (pod(0, namespace="other"), pod(1, namespace="other", lease_uid="uid-l")):
+        cache.pods.put(stranger)
+    pods = Pods(Api(), cache, Random(0))
+    seen = pods.observe_lease(lease(), pool(warm=1), NOW)
+    assert (seen.own, seen.candidates, seen.slots[0]) == ((), [], 0)
+    assert pods.observe(pool(warm=1), NOW).pods == ()
+
+
 def test_a_list_removes_what_it_lacks_unless_that_is_newer() -> None:
     pods = Cache().pods
     for slot, version in ((0, 5), (1, 6), (2, 20)):
         pods.put(pod(slot, version=version))
-    changed = pods.replace([pod(0, version=9)], version=10)
-    assert [p.name for p in changed] == ["p-0", "p-1"]
+    changed, lost = pods.replace([pod(0, version=9)], version=10)
+    assert [p.name for p in changed] == ["p-0"] and [p.name for p in lost] == ["p-1"]
     assert sorted(p.name for p in pods) == ["p-0", "p-2"]
 
 
@@ -75,9 +114,9 @@ def test_indexes_agree_with_the_items(steps: list[tuple[int, int, bool, bool]]) 
         else:
             pods.put(pod(slot, version=version, lease_uid="x" if leased else ""))
     everything = set(pods)
-    assert set(pods.where("pool", "pool")) == everything
-    assert set(pods.where("lease", "x")) == {p for p in everything if p.lease_uid}
-    assert set(pods.where("idle", "pool")) == {p for p in everything if not p.lease_uid}
+    assert set(pods.where("pool", "ns/pool")) == everything
+    assert set(pods.where("lease", "ns/x")) == {p for p in everything if p.lease_uid}
+    assert set(pods.where("idle", "ns/pool")) == {p for p in everything if not p.lease_uid}
 
 
 def test_a_key_waits_once_and_is_worked_on_by_one_at_a_time() -> None:
@@ -93,6 +132,54 @@ def test_a_key_waits_once_and_is_worked_on_by_one_at_a_time() -> None:
         return seen
 
     assert asyncio.run(scene()) == ["a", "b", "a"]
+
+
+def test_nothing_is_kept_for_a_key_that_has_nothing_left_to_do() -> None:
+    async def scene() -> tuple[bool, bool]:
+        queue: Queue[str] = Queue()
+        queue.add_after("a", 14400)
+        waits = bool(queue._timers)
+        queue.cancel("a")
+        return waits, bool(queue._timers)
+
+    assert asyncio.run(scene()) == (True, False)
+
+
+def test_what_is_gone_is_forgotten_however_the_operator_hears_of_it() -> None:
+    """A list tells of what a broken watch will never tell."""
+
+    async def scene() -> tuple[list[int], list[int]]:
+        cache = Cache()
+        pods = Pods(Api(), cache, Random(0))
+        reconciler = Reconciler(Api(), cache, pods, Events(Api()))
+        cache.pools.put(pool())
+        cache.leases.put(lease())
+        cache.pods.put(pod(0))
+        pods.furnished.add("pod-0")
+        pods.deleting.add("pod-0")
+        pods.observe(pool(), NOW)
+        reconciler.lease_changed(lease())
+        lease_queue = reconciler._queues["lease"]
+        lease_queue.add_after(Key("lease", "ns", "l"), 14400)
+        kept = [pods.furnished, pods.deleting, pods._pools, reconciler.seen, lease_queue._timers]
+        before = [len(each) for each in kept]
+        for shelf, gone in (
+            (cache.pools, reconciler.pool_gone),
+            (cache.leases, reconciler.lease_gone),
+            (cache.pods, reconciler.pod_gone),
+        ):
+            _, lost = shelf.replace([], version=99)  # type: ignore[attr-defined]
+            for each in lost:
+                gone(each)  # type: ignore[operator]
+        working = asyncio.create_task(reconciler.work())
+        async with asyncio.timeout(30):
+            while lease_queue._timers or lease_queue._dirty:
+                await asyncio.sleep(0)
+        working.cancel()
+        reconciler.close()
+        return before, [len(each) for each in kept]
+
+    assert asyncio.run(scene()) == ([1, 1, 1, 1, 1], [0, 0, 0, 0, 0])
 
 
 def test_failures_are_retried_later_each_time_and_success_forgets() -> None:
@@ -192,6 +279,39 @@ def test_what_an_answer_means_for_a_write(status: int, reason: str, kind: type[E
 def test_a_busy_api_server_says_when_to_come_back() -> None:
     busy = failure(429, b"<html>", "7")
     assert isinstance(busy, ApiError) and busy.retry_s == 7.0 and "<html>" in busy.message
+
+
+@pytest.mark.parametrize("text", [b"null", b'"bad gateway"', b"[]", b"<html>", b""])
+def test_an_answer_that_is_no_object_is_an_answer(text: bytes) -> None:
+    assert isinstance(failure(502, text, None), Unclear) and isinstance(failure(403, text, None), Refused)
+
+
+def test_a_token_that_is_renewed_under_many_calls_fails_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More calls than connections: some wait for one while the first is told 401."""
+    file = tmp_path / "kubeconfig"
+    monkeypatch.setenv("KUBECONFIG", str(file))
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.headers["Authorization"] == "Bearer new":
+            return web.json_response({})
+        file.write_text(file.read_text().replace("token: old", "token: new"))
+        return web.json_response({"reason": "Unauthorized"}, status=401)
+
+    async def scene() -> list[object]:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        async with TestServer(app) as server:
+            cluster = f"clusters: [{{name: c, cluster: {{server: 'http://127.0.0.1:{server.port}'}}}}]\n"
+            users = "users:\n- name: u\n  user:\n    token: old\n"
+            contexts = "contexts: [{name: x, context: {cluster: c, user: u}}]\ncurrent-context: x\n"
+            file.write_text(cluster + users + contexts)
+            api = Api()
+            try:
+                return list(await asyncio.gather(*(api.call("GET", "/x") for _ in range(60)), return_exceptions=True))
+            finally:
+                await api.close()
+
+    assert asyncio.run(scene()) == [{}] * 60
 
 
 def test_paths() -> None:

@@ -71,18 +71,19 @@ def test_what_the_pool_can_never_honour_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("seen", "reason"),
+    ("seen", "reason", "again"),
     [
-        (LeaseObserved(pool()), "AtMax"),
-        (LeaseObserved(None), "NoPool"),
-        (LeaseObserved(replace(pool(), spec=None, problem="broken")), "PoolRefused"),
-        (LeaseObserved(pool(), slots=(0,), hold=Hold("QuotaExceeded", "no", NOW + 1)), "QuotaExceeded"),
+        (LeaseObserved(pool()), "AtMax", 590),
+        (LeaseObserved(None), "NoPool", 590),
+        (LeaseObserved(replace(pool(), spec=None, problem="broken")), "PoolRefused", 590),
+        (LeaseObserved(pool(), slots=(0,), hold=Hold("QuotaExceeded", "no", NOW + 5)), "QuotaExceeded", 5),
+        (LeaseObserved(pool(), slots=(0,), hold=Hold("QuotaExceeded", "no", NOW + 900)), "QuotaExceeded", 590),
     ],
 )
-def test_a_lease_that_cannot_have_a_pod_yet_waits_and_says_why(seen: LeaseObserved, reason: str) -> None:
+def test_a_lease_that_cannot_have_a_pod_yet_waits_and_says_why(seen: LeaseObserved, reason: str, again: int) -> None:
     plan = plan_lease(lease(), seen, NOW)
     assert plan.status is not None and (plan.status.phase, plan.status.reason) == (Phase.pending, reason)
-    assert plan.create is None and plan.claim == () and plan.wake == NOW + 590
+    assert plan.create is None and plan.claim == () and plan.wake == NOW + again
 
 
 def test_a_warm_launch_waits_for_a_warm_pod() -> None:
@@ -131,9 +132,26 @@ def test_of_two_pods_that_a_lost_answer_left_one_goes() -> None:
     assert [(d.pod.name, d.reason) for d in plan.delete] == [("p-0", "HeldTwice")]
 
 
-def test_a_lease_that_is_being_deleted_needs_nothing() -> None:
-    plan = plan_lease(replace(lease(status=BOUND), deleting=True), LeaseObserved(pool(), own=(held(),)), NOW)
-    assert (plan.claim, plan.create, plan.status, plan.delete) == ((), None, None, ())
+def test_a_lease_that_is_being_deleted_gets_nothing_and_keeps_no_pod() -> None:
+    leaving = replace(lease(status=BOUND), deleting=True)
+    plan = plan_lease(leaving, LeaseObserved(pool(), own=(held(),), candidates=(pod(1),), slots=(2,)), NOW)
+    assert (plan.claim, plan.create, plan.status) == ((), None, None)
+    assert [d.pod.uid for d in plan.delete] == ["pod-0"]  # a finalizer may keep the lease for ever
+
+
+@pytest.mark.parametrize(
+    ("spec", "edited"), [({"launch": "warm"}, {"warm": 0}), ({"ttlSeconds": 3000}, {"maxLeaseSeconds": 60})]
+)
+def test_an_edit_of_the_pool_refuses_new_leases_and_leaves_those_that_have_a_pod(
+    spec: dict[str, object], edited: dict[str, int]
+) -> None:
+    current = pool(**edited)
+    bound = plan_lease(lease(status=BOUND, **spec), LeaseObserved(current, own=(held(),)), NOW)
+    assert bound.status is None and bound.delete == ()
+    claimed = plan_lease(lease(**spec), LeaseObserved(current, own=(held(),)), NOW)
+    assert claimed.status is not None and claimed.status.phase is Phase.bound
+    fresh = plan_lease(lease(**spec), LeaseObserved(current, candidates=(pod(1),)), NOW)
+    assert fresh.status is not None and fresh.status.phase is Phase.failed
 
 
 def test_a_claim_swaps_one_version_of_one_pod_and_shortens_its_life() -> None:

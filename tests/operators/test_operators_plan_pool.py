@@ -54,6 +54,22 @@ def test_a_pool_whose_pods_find_no_node_is_held() -> None:
     assert plan.status.reason == "Unschedulable" and "p-0" in (plan.status.message or "")
 
 
+def test_a_lease_that_asks_for_what_no_node_has_stops_no_refill() -> None:
+    odd = pod(0, lease_uid="x", cold=True, ready=False, unschedulable=True)
+    assert plan_pool(pool(warm=2), Observed(pods=(odd,)), NOW).create == (1, 2)
+
+
+def test_a_lowered_max_takes_idle_pods_until_it_holds() -> None:
+    held = tuple(pod(slot, lease_uid="x") for slot in range(3))
+    idle = (pod(3, created=NOW - 90), pod(4, ready=False), pod(5), pod(6), pod(7))
+    plan = plan_pool(pool(warm=5, max=5), Observed(pods=held + idle), NOW)
+    assert [d.pod.name for d in plan.delete] == ["p-4", "p-3", "p-5"] and plan.create == ()
+    leaving = tuple(replace(p, terminating=p.name in ("p-4", "p-3", "p-5")) for p in held + idle)
+    assert plan_pool(pool(warm=5, max=5), Observed(pods=leaving), NOW).delete == ()
+    full = plan_pool(pool(warm=2, max=2), Observed(pods=held + idle), NOW)
+    assert len(full.delete) == 5  # leased pods are never taken
+
+
 def test_a_refusal_of_the_api_server_holds_until_its_time() -> None:
     hold = Hold("QuotaExceeded", "exceeded quota: pods=3", NOW + 5)
     plan = plan_pool(pool(warm=5), Observed(pods=(), hold=hold), NOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from made_sandboxes import NOW, lease, pod, pool
 from operators.sandbox import resources
 from operators.sandbox.hardening import NotHardened, require_hardened, violations
 from operators.sandbox.resources import GRACE_S
+from operators.sandbox.views import Pool
 
 
 def made(held: bool = False, **spec: Any) -> dict[str, Any]:
@@ -114,6 +116,17 @@ def test_the_policy_denies_all_but_the_proxy_and_no_name_server_is_reachable() -
         "name": "p-0",
         "uid": "pod-0",
     }
+
+
+@pytest.mark.parametrize(
+    "known", [None, replace(pool(), template="newer"), replace(pool(), spec=None, template="")], ids=str
+)
+def test_a_policy_whose_template_is_not_known_any_more_opens_nothing(known: Pool | None) -> None:
+    """Its pool was edited, broken or deleted, and a lease holds the pod still."""
+    policy = resources.policy(known, pod(0))
+    assert policy["spec"]["ingress"] == policy["spec"]["egress"] == []
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["metadata"] == resources.policy(pool(), pod(0))["metadata"]
 
 
 def test_profile_none_reaches_nothing_and_an_allow_list_what_it_names() -> None:

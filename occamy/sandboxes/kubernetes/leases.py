@@ -160,7 +160,8 @@ class Leases:
         for item in found["items"]:
             self._seen(item, gone=False)
         for name in known - {item["metadata"]["name"] for item in found["items"]}:
-            self._held[name].end(LeaseLost, "is gone: somebody deleted it")
+            if held := self._held.get(name):  # else we released it meanwhile
+                held.end(LeaseLost, "is gone: somebody deleted it")
         return str(found["metadata"]["resourceVersion"])
 
     def _seen(self, lease: Mapping[str, Any], *, gone: bool) -> None:
