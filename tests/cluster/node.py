@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import yaml
 from kubernetes import client, config
 from pytest_kubernetes.options import ClusterOptions
@@ -173,6 +174,13 @@ disabled_plugins = {disabled}
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr.strip()}")
+
+
+def load_built(manager: NodeCluster, image: str) -> None:
+    """Give the node an image that `make images` has built with podman. Skips where it was not."""
+    if not shutil.which("podman") or subprocess.run(["podman", "image", "exists", image]).returncode:
+        pytest.skip(f"podman has no {image}; run: make images")
+    manager.load_image(image)
 
 
 def unusable() -> str:

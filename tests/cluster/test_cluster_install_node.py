@@ -28,7 +28,7 @@ from tests.images.dockerfiles import building
 from tests.manifests.rendering import ROOT, build, kubectl
 
 from .cluster import Cluster, eventually
-from .node import NodeCluster
+from .node import NodeCluster, load_built
 from .sandbox_world import OPERATOR_NAMESPACE, World, call
 from .test_cluster_manifests import LEASE, Server
 
@@ -49,10 +49,7 @@ def installed(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
     if not isinstance(manager, NodeCluster):
         pytest.skip("installs into namespaces of fixed names, so only on a cluster of its own")
     for image in ("operator", "sandbox"):
-        name = building.tag(image, "podman")
-        if not shutil.which("podman") or subprocess.run(["podman", "image", "exists", name]).returncode:
-            pytest.skip(f"{name} is not built here; run: make images")
-        manager.load_image(name)
+        load_built(manager, building.tag(image, "podman"))
     folder = tmp_path_factory.mktemp("install")
     gateway = f"10.213.{manager.octet}.1"
     resources = build(_overlay(folder / "tree", gateway, manager.server.rpartition(":")[2]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +31,7 @@ from tests.rollout.written_policy import WrittenPolicy
 
 from .cluster import Cluster, eventually
 from .daemons import free_port
-from .node import NodeCluster
+from .node import NodeCluster, load_built
 from .pod_processes import tenant
 from .pod_usage import Usage
 from .sandbox_world import World, install
@@ -52,9 +50,7 @@ def world(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
     manager = node_cluster.manager
     if not isinstance(manager, NodeCluster):
         pytest.skip("loads an image that was built here; on a cluster of yours, try as docs/sandboxes.md says")
-    if not shutil.which("podman") or subprocess.run(["podman", "image", "exists", IMAGE], check=False).returncode:
-        pytest.skip(f"podman has no {IMAGE}; run: make images")
-    manager.load_image(IMAGE)
+    load_built(manager, IMAGE)
     install(node_cluster)
     with node_cluster.namespace("programs") as namespace:
         started = World(node_cluster, namespace, tmp_path_factory.mktemp("programs"))
