@@ -186,6 +186,19 @@ class World:
 
 
 @contextmanager
+def operated(cluster: Cluster, namespace: str, folder: Path, *options: str) -> Iterator[World]:
+    """A namespace with a running operator, which no fault must surprise."""
+    install(cluster)
+    made = World(cluster, namespace, folder)
+    made.start(*options)
+    yield made
+    if made.operator is not None:
+        made.operator.stop(10)
+        log = made.operator.log.read_text()
+        assert "Traceback" not in log, log[-5000:]
+
+
+@contextmanager
 def nodes(
     world: World, serves: Callable[[dict[str, Any]], bool] = lambda _: True, *, linger: bool = True
 ) -> Iterator[None]:

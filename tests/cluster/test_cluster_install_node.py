@@ -10,14 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from kubernetes import client
-from kubernetes.client.exceptions import ApiException
 
+from occamy.capture.sealed import read_sealed
+from occamy.contracts.episode import Outcome
 from occamy.contracts.manifest import seal
 from occamy.contracts.release import KIND, contract_bytes, contract_path
 from occamy.sandboxes.relay import Relay
@@ -25,7 +26,7 @@ from occamy.synthesis.author import Slot
 from occamy.synthesis.config import SynthesisConfig
 from occamy.synthesis.variants import write_task
 from tests.images.dockerfiles import building
-from tests.manifests.rendering import ROOT, build, kubectl
+from tests.manifests.rendering import ROOT, build, kubectl, of_kind
 
 from .cluster import Cluster, eventually
 from .node import NodeCluster, load_built
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.node
 IMAGES = ("grader", "operator", "sandbox", "trainer")
 """Named by the overlay; the node gets those that it runs."""
 OPERATOR, SANDBOXES = "occamy-sandbox-operator", "occamy-sandboxes"
+COUNTED = "count/sandboxleases.occamy.dev"
+"""What the quota knows a while after the CRDs are there; before, it refuses leases."""
 API_NAME = "kubernetes.default.svc"
 CALL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5)"
 _IP_FREEBIND = 15
@@ -51,24 +54,29 @@ def installed(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
     for image in ("operator", "sandbox"):
         load_built(manager, building.tag(image, "podman"))
     folder = tmp_path_factory.mktemp("install")
-    gateway = f"10.213.{manager.octet}.1"
-    resources = build(_overlay(folder / "tree", gateway, manager.server.rpartition(":")[2]))
+    gateway, port = f"10.213.{manager.octet}.1", int(manager.server.rpartition(":")[2])
+    _serve_at(gateway, port)
+    resources = build(_overlay(folder / "tree", gateway, port))
+    kinds = of_kind(resources, "CustomResourceDefinition")
     server = Server(node_cluster)
-    with _reachable(gateway, int(manager.server.rpartition(":")[2])):
-        for resource in resources:
-            if resource["kind"] in ("Namespace", "CustomResourceDefinition"):
-                server.keep(resource)
-        eventually(lambda: all(map(server.knows, [r for r in resources if r["kind"] == "CustomResourceDefinition"])))
-        server.api.resources.invalidate_cache()
-        for resource in resources:
-            server.keep(resource)
-        try:
-            yield World(node_cluster, SANDBOXES, folder)
-        finally:
-            _remove(node_cluster)
+    for resource in [*of_kind(resources, "Namespace"), *kinds]:
+        server.keep(resource)
+    eventually(lambda: all(map(server.knows, kinds)))
+    server.api.resources.invalidate_cache()
+    for resource in resources:
+        server.keep(resource)
+    world = World(node_cluster, SANDBOXES, folder)
+    try:
+        eventually(lambda: COUNTED in world.list("resourcequotas")[0].get("status", {}).get("used", {}))
+        apps = client.AppsV1Api(world.api)
+        eventually(lambda: apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE).status.available_replicas == 1)
+        world.ready("cowork", 2)
+        yield world
+    finally:
+        _remove(node_cluster)
 
 
-def _overlay(tree: Path, gateway: str, port: str) -> Path:
+def _overlay(tree: Path, gateway: str, port: int) -> Path:
     """The laptop's overlay with podman's names of the images, as the page says. The test's node has no service
     addresses, so the operator is told where the API server is."""
     for name in ("kustomize", "manifests"):
@@ -80,7 +88,7 @@ def _overlay(tree: Path, gateway: str, port: str) -> Path:
             "/spec/template/spec/containers/0/env",
             [
                 {"name": "KUBERNETES_SERVICE_HOST", "value": API_NAME},
-                {"name": "KUBERNETES_SERVICE_PORT", "value": port},
+                {"name": "KUBERNETES_SERVICE_PORT", "value": str(port)},
             ],
         ),
     ]
@@ -97,16 +105,14 @@ def _overlay(tree: Path, gateway: str, port: str) -> Path:
     return tree
 
 
-@contextmanager
-def _reachable(gateway: str, port: int) -> Iterator[None]:
-    """The API server of the loopback, for pods: at the address that all of them have for this machine."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_IP, _IP_FREEBIND, 1)  # the address is there as soon as a pod is
-        listener.bind((gateway, port))
-        listener.listen()
-        Relay([listener], [("127.0.0.1", port)])
-        yield
+def _serve_at(gateway: str, port: int) -> None:
+    """The API server of the loopback, for pods: at the address that all of them have for this machine, to the end of
+    this process."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_IP, _IP_FREEBIND, 1)  # the address is there as soon as a pod is
+    listener.bind((gateway, port))
+    listener.listen()
+    Relay([listener], [("127.0.0.1", port)])
 
 
 def _remove(cluster: Cluster) -> None:
@@ -126,21 +132,9 @@ def in_pod(world: World, namespace: str, pod: str, *command: str) -> subprocess.
     )
 
 
-def leased(world: World) -> bool:
-    """Make the page's lease; at first the quota controller does not know the kind."""
-    try:
-        return bool(call(world.api, "POST", world.path("sandboxleases"), yaml.safe_load(LEASE)))
-    except ApiException as problem:
-        assert b"status unknown for quota" in problem.body
-        return False
-
-
 def test_the_page_works_to_its_end(installed: World) -> None:
-    apps = client.AppsV1Api(installed.api)
-    eventually(lambda: apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE).status.available_replicas == 1)
     installed.ready("cowork", 2)
-    installed.ready("graders", 0)
-    eventually(lambda: leased(installed))
+    call(installed.api, "POST", installed.path("sandboxleases"), yaml.safe_load(LEASE))
     status = installed.until("try", "Bound")
     assert (status["launch"], status["pod"].rpartition("-")[0]) == ("warm", "cowork")
     api = installed.cluster.control_plane.server.rpartition(":")[2]
@@ -157,61 +151,53 @@ def test_the_page_works_to_its_end(installed: World) -> None:
     installed.ready("cowork", 2)
 
 
-def test_the_operator_says_what_it_does_and_where_it_stands(installed: World) -> None:
-    pods = client.CoreV1Api(installed.api)
+def operator_log(world: World) -> list[dict[str, Any]]:
+    """What the operator has logged, one object a line."""
+    pods = client.CoreV1Api(world.api)
     (pod,) = pods.list_namespaced_pod(OPERATOR_NAMESPACE).items
-    assert (pod.spec.containers[0].image, pod.status.container_statuses[0].restart_count) == (
-        building.tag("operator", "podman"),
-        0,
-    )
-    installed.ready("cowork", 2)
-    said = in_pod(
-        installed,
-        OPERATOR_NAMESPACE,
-        pod.metadata.name,
-        "python",
-        "-c",
-        "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8080/metrics').read().decode())",
-    ).stdout
-    assert "occamy_sandbox_pool_pods{" in said and 'pool="cowork"' in said
-    log = pods.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE)
-    lines = [json.loads(line) for line in log.splitlines()]
+    return [
+        json.loads(line) for line in pods.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE).splitlines()
+    ]
+
+
+def test_the_operator_says_what_it_does_and_where_it_stands(installed: World) -> None:
+    (pod,) = client.CoreV1Api(installed.api).list_namespaced_pod(OPERATOR_NAMESPACE).items
+    assert pod.spec.containers[0].image == building.tag("operator", "podman")
+    assert pod.status.container_statuses[0].restart_count == 0
+    ask = "import urllib.request as u; print(u.urlopen('http://127.0.0.1:8080/metrics').read().decode())"
+    said = in_pod(installed, OPERATOR_NAMESPACE, pod.metadata.name, "python", "-c", ask).stdout
+    assert f'occamy_sandbox_pool_target{{namespace="{SANDBOXES}",pool="cowork"}} 2.0' in said
+    lines = operator_log(installed)
     assert lines and [line for line in lines if line["severity"] == "error"] == []
 
 
+ROLLOUT = f"""rollout --harness react --tasks admission --limit 4 --out try --concurrency 2
+--set rollout.sandbox.backend=kubernetes --set rollout.sandbox.namespace={SANDBOXES}"""
+"""docs/sandboxes.md, step 6."""
+
+
 def test_the_rollout_of_the_page_runs_in_these_pods(installed: World, tmp_path: Path) -> None:
-    """docs/sandboxes.md, step 6, as the service account that the overlay lets lease."""
-    tasks = tmp_path / "admission"
+    """As the service account that the overlay lets lease."""
+    page = " ".join((ROOT / "docs" / "sandboxes.md").read_text().replace("\\\n", " ").split())
+    assert " ".join(ROLLOUT.split()) in page.replace("RUN/stages/admission", "admission")
     for n in range(4):
         task = write_task(Slot("train", "long", n), SynthesisConfig(), 7)
-        path = contract_path(tasks, task.meta.task_id)
+        path = contract_path(tmp_path / "admission", task.meta.task_id)
         path.parent.mkdir(parents=True)
         path.write_bytes(contract_bytes(task))
-    seal(tasks, KIND)
+    seal(tmp_path / "admission", KIND)
     kubeconfig = installed.cluster.service_account("occamy", "occamy-rollout")
-    installed.ready("cowork", 2)
-
-    def occamy(*words: str) -> str:
-        command = [str(Path(sys.executable).with_name("occamy")), *words]
-        env = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    for words in (ROLLOUT, "replay state try/sealed"):
+        done = subprocess.run(
+            [Path(sys.executable).with_name("occamy"), *words.split()],
+            env={**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    pods = ["--set", "rollout.sandbox.backend=kubernetes", "--set", f"rollout.sandbox.namespace={SANDBOXES}"]
-    occamy(
-        "rollout",
-        "--harness",
-        "react",
-        "--tasks",
-        "admission",
-        "--limit",
-        "4",
-        "--out",
-        "try",
-        "--concurrency",
-        "2",
-        *pods,
-    )
-    assert "4" in occamy("replay", "state", "try/sealed")
+    records = read_sealed(tmp_path / "try" / "sealed", "episodes").records
+    assert [(r.outcome, r.quarantine, r.score) for r in records] == [(Outcome.completed, None, 1.0)] * 4
+    bound = [line for line in operator_log(installed) if line.get("run") == "rollout" and line.get("phase") == "Bound"]
+    assert len(bound) == 4
     eventually(lambda: installed.list("sandboxleases") == [])

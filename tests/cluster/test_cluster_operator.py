@@ -12,20 +12,14 @@ import pytest
 from kubernetes.client.exceptions import ApiException
 
 from .cluster import Cluster, eventually
-from .sandbox_world import World, call, install, nodes
+from .sandbox_world import World, call, nodes, operated
 
 
 @pytest.fixture
 def world(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[World]:
     """A running operator and its namespace."""
-    install(cluster)
-    made = World(cluster, namespace, tmp_path)
-    made.start()
-    yield made
-    if made.operator is not None:
-        made.operator.stop(10)
-        log = made.operator.log.read_text()
-        assert "Traceback" not in log, log[-5000:]
+    with operated(cluster, namespace, tmp_path) as made:
+        yield made
 
 
 def test_a_lease_gets_a_warm_pod_with_all_that_belongs_to_it(world: World) -> None:

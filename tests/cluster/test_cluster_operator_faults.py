@@ -11,20 +11,14 @@ import pytest
 from operators.sandbox.views import moment
 
 from .cluster import Cluster, eventually
-from .sandbox_world import World, call, install, nodes, settle
+from .sandbox_world import World, call, nodes, operated, settle
 
 
 @pytest.fixture
 def world(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[World]:
     """A running operator that lists everything every two seconds."""
-    install(cluster)
-    made = World(cluster, namespace, tmp_path)
-    made.start("--resync-seconds", "2")
-    yield made
-    if made.operator is not None:
-        made.operator.stop(10)
-        log = made.operator.log.read_text()
-        assert "Traceback" not in log, log[-5000:]
+    with operated(cluster, namespace, tmp_path, "--resync-seconds", "2") as made:
+        yield made
 
 
 def test_a_pod_that_is_being_deleted_is_never_claimed(world: World) -> None:

@@ -13,20 +13,14 @@ from operators.sandbox.api import Api
 from operators.sandbox.snapshots import judge_snapshot
 
 from .cluster import Cluster, eventually
-from .sandbox_world import World, call, install, nodes
+from .sandbox_world import World, call, nodes, operated
 
 
 @pytest.fixture
 def world(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[World]:
     """A running operator that lists everything every two seconds."""
-    install(cluster)
-    made = World(cluster, namespace, tmp_path)
-    made.start("--resync-seconds", "2")
-    yield made
-    if made.operator is not None:
-        made.operator.stop(10)
-        log = made.operator.log.read_text()
-        assert "Traceback" not in log, log[-5000:]
+    with operated(cluster, namespace, tmp_path, "--resync-seconds", "2") as made:
+        yield made
 
 
 def test_an_annotation_that_is_no_moment_stops_nobody(world: World) -> None:
