@@ -183,7 +183,7 @@ def test_a_policy_that_takes_all_the_time_there_is_timed_out(
 def test_an_engine_that_hangs_is_infrastructure(task: TaskContract, chatml: Path, policy: Any, tmp_path: Path) -> None:
     policy.write = lambda prompt: policy.ended.wait()
     record = attempt(
-        toy(tmp_path / "toy", stall_seconds=0.5), within(task, wall_seconds=15.0), tmp_path, chatml, policy
+        toy(tmp_path / "toy", stall_seconds=0.5), within(task, wall_seconds=30.0), tmp_path, chatml, policy
     )
     assert record.record.outcome is Outcome.infra_failed
     assert "a model call was pending for" in record.record.error
