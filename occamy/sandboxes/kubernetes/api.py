@@ -22,11 +22,11 @@ _LINE_BYTES = 4 << 20  # an object of at most 1.5 MiB, as JSON
 
 
 class ApiError(SandboxError):
-    """The API server said no. `status` is the HTTP status."""
+    """The API server said no. `status` is the HTTP status, `reason` its word for why: NotFound, AlreadyExists …"""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 class ApiDown(SandboxError):
@@ -84,7 +84,8 @@ class Api:
                 async for line in response.content:
                     event = json.loads(line)
                     if event["type"] == "ERROR":
-                        raise ApiError(event["object"].get("code", 0), event["object"].get("message", ""))
+                        said = event["object"]
+                        raise ApiError(said.get("code", 0), said.get("reason", ""), said.get("message", ""))
                     yield event
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:
             raise ApiDown(f"watch {path}: {_words(e)}") from e
@@ -101,7 +102,7 @@ class Api:
                 heartbeat=30.0,
             )
         except aiohttp.WSServerHandshakeError as e:
-            raise ApiError(e.status, f"{path}: {e.status} {e.message}") from e
+            raise ApiError(e.status, "", f"{path}: {e.status} {e.message}") from e
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise ApiDown(f"{path}: {_words(e)}") from e
 
@@ -151,11 +152,12 @@ def _ssl_context(found: Any) -> ssl.SSLContext:
 
 def _failure(what: str, status: int, text: bytes) -> SandboxError:
     try:
-        said = json.loads(text).get("message", "")
+        answer = json.loads(text)
+        reason, said = answer.get("reason", ""), answer.get("message", "")
     except (ValueError, AttributeError):
-        said = text[:300].decode(errors="replace")
-    kind = f"{what}: {status} {said}"
-    return ApiDown(kind) if status >= 500 or status == 429 else ApiError(status, kind)
+        reason, said = "", text[:300].decode(errors="replace")
+    words = f"{what}: {status} {said}"
+    return ApiDown(words) if status >= 500 or status == 429 else ApiError(status, reason, words)
 
 
 def _words(error: Exception) -> str:

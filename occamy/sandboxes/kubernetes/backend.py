@@ -80,7 +80,7 @@ class KubernetesBackend:
             )
         began = time.monotonic()
         api, leases = await self._open()
-        held = await leases.create(self._spec(pool, owner, deadline_s))
+        held = await leases.create(self._spec(pool, owner, deadline_s), self.config.bind_seconds)
         try:
             await self._bound(held, owner)
             sandbox = KubernetesSandbox(self.config, api, leases, held, owner, await self._token(api, held))

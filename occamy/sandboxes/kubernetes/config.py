@@ -42,7 +42,7 @@ class KubernetesSandboxConfig(Record):
     connect_seconds: float = Field(default=3.0, gt=0)
     """How long an agent's address may take to answer before pods/exec is used instead. Our choice."""
     bind_seconds: float = Field(default=120.0, gt=0)
-    """How long a lease may wait for its pod. Our choice."""
+    """How long a lease may wait for its pod, and before that for an API server that is away. Our choice."""
     heartbeat_seconds: int | None = Field(default=120, ge=5, le=3600)
     """A lease whose holder was not heard of for so long is taken away; None leaves that to its deadline. Our choice;
     clocks of holder and operator may differ by a part of it only."""

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from occamy.sandboxes.kubernetes.api import Api, ApiError
+from occamy.sandboxes.kubernetes.api import Api, ApiDown, ApiError
 from occamy.sandboxes.protocol import LeaseExpired, LeaseLost, SandboxDied, SandboxError
 
 GROUP = "occamy.dev"
@@ -19,6 +20,8 @@ API_VERSION = f"{GROUP}/v1alpha1"
 HOLDER_LABEL = f"{GROUP}/holder"
 FIRST_EXEC_ANNOTATION = f"{GROUP}/first-exec-seconds"
 """What the operator reads and counts."""
+CONFLICT = "Conflict"
+"""Reason of a refusal to make an object whose quota changed several times while it was counted: nothing was made."""
 _BEATS = 4
 """Renewals in the time after which a missed heartbeat ends a lease. Our choice."""
 _PAUSE_S = (0.2, 5.0)
@@ -70,20 +73,31 @@ class Leases:
         self._watching: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
-    async def create(self, spec: Mapping[str, Any]) -> Held:
-        """A new lease, which nobody has seen yet. Raises SandboxError."""
-        await self._start_watching()
+    async def create(self, spec: Mapping[str, Any], seconds: float) -> Held:
+        """A new lease, which nobody has seen yet. Raises SandboxError.
+
+        Asked for again, for so long, while the API server is away or a quota was counted anew meanwhile.
+        """
         held = Held(f"{spec['pool'][:40]}-{secrets.token_hex(8)}")
         self._held[held.name] = held  # before it exists: no event of it is missed
+        until, pause, unclear = time.monotonic() + seconds, _PAUSE_S[0], False
         try:
-            made = await self._api.call("POST", self._path, self._body(held.name, spec))
-        except ApiError:
-            del self._held[held.name]
+            while not held.uid:
+                try:
+                    held.uid = await self._make(held.name, spec)
+                except (ApiDown, ApiError) as e:
+                    unclear = unclear or isinstance(e, ApiDown)
+                    if (isinstance(e, ApiError) and e.reason != CONFLICT) or time.monotonic() + pause > until:
+                        raise
+                    log.info("lease %s is not made yet: %s", held.name, e)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _PAUSE_S[1])
+        except BaseException as e:
+            if isinstance(e, ApiError) and not unclear:
+                del self._held[held.name]
+            else:
+                self.drop(held)  # it may exist all the same
             raise
-        except BaseException:
-            self.drop(held)  # it may exist all the same
-            raise
-        held.uid = made["metadata"]["uid"]
         if self._heartbeat_s is not None:
             self._spawn(self._renew(held, self._heartbeat_s / _BEATS))
         return held
@@ -91,9 +105,9 @@ class Leases:
     async def check(self, spec: Mapping[str, Any]) -> None:
         """Raise SandboxError when the API server would never take such a lease. None is made."""
         try:
-            await self._api.call("POST", f"{self._path}?dryRun=All", self._body("check", spec))
+            await self._api.call("POST", f"{self._path}?dryRun=All", self._body(f"check-{secrets.token_hex(8)}", spec))
         except ApiError as e:
-            if e.status != 403:  # a full quota empties itself; rights are asked for elsewhere
+            if e.status != 403 and e.reason != CONFLICT:  # quotas empty themselves; rights are asked for elsewhere
                 raise
 
     def served(self, held: Held, seconds: float) -> None:
@@ -123,6 +137,17 @@ class Leases:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _make(self, name: str, spec: Mapping[str, Any]) -> str:
+        """One attempt, which finds what an earlier one made whose answer was lost. Returns the UID."""
+        await self._start_watching()
+        try:
+            made = await self._api.call("POST", self._path, self._body(name, spec))
+        except ApiError as e:
+            if e.reason != "AlreadyExists":
+                raise
+            made = await self._api.call("GET", f"{self._path}/{name}")
+        return str(made["metadata"]["uid"])
 
     def _body(self, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         meta = {"name": name, "namespace": self._namespace, "labels": {HOLDER_LABEL: self._holder}}
