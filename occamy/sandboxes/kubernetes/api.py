@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import ssl
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -19,6 +21,13 @@ _WATCH_S = 300
 _SILENCE_S = 30.0
 """How much longer than that an API server may be silent."""
 _LINE_BYTES = 4 << 20  # an object of at most 1.5 MiB, as JSON
+PAUSE_S = (0.2, 5.0)
+"""Before the API server is asked again after a failure: at first, and at most. Our choice."""
+CONFLICT = "Conflict"
+"""Reason of a refusal to make an object when its quota was changed each time that it was counted. Nothing was made."""
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class ApiError(SandboxError):
@@ -31,6 +40,25 @@ class ApiError(SandboxError):
 
 class ApiDown(SandboxError):
     """The API server did not answer, or answered that it cannot: what was asked may have happened or not."""
+
+
+async def patiently(ask: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """What `ask` returns, asked again for so long while the API server is away, busy, or counting a quota anew.
+
+    One that comes back knows no roles yet, so a 403 is asked about again if it was away.
+    """
+    until, pause, away = time.monotonic() + seconds, PAUSE_S[0], False
+    while True:
+        try:
+            return await ask()
+        except (ApiDown, ApiError) as e:
+            away = away or isinstance(e, ApiDown)
+            passes = isinstance(e, ApiDown) or e.reason == CONFLICT or (away and e.status == 403)
+            if not passes or time.monotonic() + pause > until:
+                raise
+            log.info("asked again in %.1f s: %s", pause, e)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, PAUSE_S[1])
 
 
 class Api:

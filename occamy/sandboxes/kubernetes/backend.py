@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import ipaddress
 import json
 import math
@@ -83,7 +82,8 @@ class KubernetesBackend:
         held = await leases.create(self._spec(pool, owner, deadline_s), self.config.bind_seconds)
         try:
             await self._bound(held, owner)
-            sandbox = KubernetesSandbox(self.config, api, leases, held, owner, await self._token(api, held))
+            token = await leases.token(held, self.config.bind_seconds)
+            sandbox = KubernetesSandbox(self.config, api, leases, held, owner, token)
             await sandbox.connect()
             leases.served(held, time.monotonic() - began)
             sandbox.begin(deadline_s)
@@ -136,16 +136,6 @@ class KubernetesBackend:
                 "see `kubectl get sandboxpools`, or raise sandbox.bind_seconds"
             ) from e
         held.check()
-
-    async def _token(self, api: Api, held: Held) -> str:
-        name = held.status.get("tokenSecret")
-        if not name:
-            raise SandboxError(
-                f"lease {held.name} is bound to pod {held.status.get('pod')}, which runs no agent; "
-                "lease from a pool of backend pods"
-            )
-        secret = await api.call("GET", f"/api/v1/namespaces/{self.config.namespace}/secrets/{name}")
-        return base64.b64decode(secret["data"]["token"]).decode()
 
 
 class KubernetesSandbox:

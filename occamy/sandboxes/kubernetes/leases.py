@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from occamy.sandboxes.kubernetes.api import Api, ApiDown, ApiError
+from occamy.sandboxes.kubernetes.api import CONFLICT, PAUSE_S, Api, ApiDown, ApiError, patiently
 from occamy.sandboxes.protocol import LeaseExpired, LeaseLost, SandboxDied, SandboxError
 
 GROUP = "occamy.dev"
@@ -20,12 +20,8 @@ API_VERSION = f"{GROUP}/v1alpha1"
 HOLDER_LABEL = f"{GROUP}/holder"
 FIRST_EXEC_ANNOTATION = f"{GROUP}/first-exec-seconds"
 """What the operator reads and counts."""
-CONFLICT = "Conflict"
-"""Reason of a refusal to make an object whose quota changed several times while it was counted: nothing was made."""
 _BEATS = 4
 """Renewals in the time after which a missed heartbeat ends a lease. Our choice."""
-_PAUSE_S = (0.2, 5.0)
-"""Before the API server is asked again after a failure: at first, and at most. Our choice."""
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +33,8 @@ class Held:
     name: str
     uid: str = ""
     """Known once it is created."""
+    unclear: bool = False
+    """Whether it may have been created without a word."""
     status: Mapping[str, Any] = field(default_factory=dict)
     bound: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it has a pod, or has ended."""
@@ -74,26 +72,13 @@ class Leases:
         self._starting = asyncio.Lock()
 
     async def create(self, spec: Mapping[str, Any], seconds: float) -> Held:
-        """A new lease, which nobody has seen yet. Raises SandboxError.
-
-        Asked for again, for so long, while the API server is away or a quota was counted anew meanwhile.
-        """
+        """A new lease, which nobody has seen yet; for so long it is asked for patiently. Raises SandboxError."""
         held = Held(f"{spec['pool'][:40]}-{secrets.token_hex(8)}")
         self._held[held.name] = held  # before it exists: no event of it is missed
-        until, pause, unclear = time.monotonic() + seconds, _PAUSE_S[0], False
         try:
-            while not held.uid:
-                try:
-                    held.uid = await self._make(held.name, spec)
-                except (ApiDown, ApiError) as e:
-                    unclear = unclear or isinstance(e, ApiDown)
-                    if (isinstance(e, ApiError) and e.reason != CONFLICT) or time.monotonic() + pause > until:
-                        raise
-                    log.info("lease %s is not made yet: %s", held.name, e)
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, _PAUSE_S[1])
+            held.uid = await patiently(lambda: self._make(held, spec), seconds)
         except BaseException as e:
-            if isinstance(e, ApiError) and not unclear:
+            if isinstance(e, ApiError) and not held.unclear:
                 del self._held[held.name]
             else:
                 self.drop(held)  # it may exist all the same
@@ -109,6 +94,18 @@ class Leases:
         except ApiError as e:
             if e.status != 403 and e.reason != CONFLICT:  # quotas empty themselves; rights are asked for elsewhere
                 raise
+
+    async def token(self, held: Held, seconds: float) -> str:
+        """What the agent in a bound lease's pod asks for; for so long it is read patiently. Raises SandboxError."""
+        name = held.status.get("tokenSecret")
+        if not name:
+            raise SandboxError(
+                f"lease {held.name} is bound to pod {held.status.get('pod')}, which runs no agent; "
+                "lease from a pool of backend pods"
+            )
+        where = f"/api/v1/namespaces/{self._namespace}/secrets/{name}"
+        secret = await patiently(lambda: self._api.call("GET", where), seconds)
+        return base64.b64decode(secret["data"]["token"]).decode()
 
     def served(self, held: Held, seconds: float) -> None:
         """Tell the operator, in the background, how long after it was asked for a lease could run a command."""
@@ -138,15 +135,18 @@ class Leases:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _make(self, name: str, spec: Mapping[str, Any]) -> str:
+    async def _make(self, held: Held, spec: Mapping[str, Any]) -> str:
         """One attempt, which finds what an earlier one made whose answer was lost. Returns the UID."""
         await self._start_watching()
         try:
-            made = await self._api.call("POST", self._path, self._body(name, spec))
+            made = await self._api.call("POST", self._path, self._body(held.name, spec))
+        except ApiDown:
+            held.unclear = True
+            raise
         except ApiError as e:
             if e.reason != "AlreadyExists":
                 raise
-            made = await self._api.call("GET", f"{self._path}/{name}")
+            made = await self._api.call("GET", f"{self._path}/{held.name}")
         return str(made["metadata"]["uid"])
 
     def _body(self, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,11 +162,11 @@ class Leases:
 
     async def _watch(self, version: str) -> None:
         """Follow all leases, whatever the API server does meanwhile."""
-        pause = _PAUSE_S[0]
+        pause = PAUSE_S[0]
         while True:
             try:
                 async for event in self._api.watch(self._path, f"{HOLDER_LABEL}={self._holder}", version):
-                    pause = _PAUSE_S[0]
+                    pause = PAUSE_S[0]
                     version = event["object"]["metadata"]["resourceVersion"]
                     if event["type"] != "BOOKMARK":
                         self._seen(event["object"], gone=event["type"] == "DELETED")
@@ -176,7 +176,7 @@ class Leases:
                     with contextlib.suppress(SandboxError):
                         version = await self._list()
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _PAUSE_S[1])
+            pause = min(2 * pause, PAUSE_S[1])
 
     async def _list(self) -> str:
         """Look at all leases; returns the version from which to watch."""
@@ -225,7 +225,7 @@ class Leases:
 
         A refusal need not last: an API server that has just started knows no roles yet.
         """
-        pause = _PAUSE_S[0]
+        pause = PAUSE_S[0]
         while True:
             try:
                 await self._api.call("DELETE", f"{self._path}/{name}")
@@ -235,7 +235,7 @@ class Leases:
                     return
                 log.info("lease %s is not deleted yet: %s", name, e)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _PAUSE_S[1])
+            pause = min(2 * pause, PAUSE_S[1])
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.ensure_future(work)

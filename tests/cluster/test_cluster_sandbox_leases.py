@@ -16,7 +16,7 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from occamy.sandboxes.kubernetes.api import Api, ApiDown, ApiError, find_credentials
-from occamy.sandboxes.kubernetes.leases import Leases
+from occamy.sandboxes.kubernetes.leases import Held, Leases
 
 from .cluster import Cluster, eventually
 from .daemons import PATIENCE_S
@@ -33,6 +33,8 @@ CONTENDED = {
     "code": 409,
 }
 """An API server's answer to whoever makes something that it could not count: others changed the quota each time."""
+
+STATUS = {"busy": 429, "away": 503, "stranger": 403}
 
 
 @pytest.fixture
@@ -59,17 +61,17 @@ def kubeconfig(world: World) -> Path:
 
 @asynccontextmanager
 async def through(kubeconfig: Path, namespace: str, faults: list[str]) -> AsyncIterator[Leases]:
-    """A tenant whose requests pass a server that gives one fault for each object that is to be made, while any is left:
-    `contended` and `busy` are answers of their own, `lost` keeps the API server's answer back."""
+    """A tenant whose requests pass a server that gives a fault for each object that is to be made, or secret that is to
+    be read, while any is left: `lost` keeps the API server's answer back, the others are answers of its own."""
     credentials = find_credentials(kubeconfig, None)
     real, tls = credentials.host, ssl.create_default_context(cafile=credentials.ssl_ca_cert)
 
     async def serve(request: web.Request) -> web.StreamResponse:
-        fault = faults.pop(0) if request.method == "POST" and faults else ""
+        fault = faults.pop(0) if faults and (request.method == "POST" or "/secrets/" in request.path) else ""
         if fault == "contended":
             return web.json_response(CONTENDED, status=409)
-        if fault == "busy":
-            return web.Response(status=429)
+        if fault in STATUS:
+            return web.Response(status=STATUS[fault])
         headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
         async with session.request(
             request.method, real + request.path_qs, data=await request.read(), headers=headers
@@ -102,7 +104,9 @@ async def through(kubeconfig: Path, namespace: str, faults: list[str]) -> AsyncI
             await runner.cleanup()
 
 
-@pytest.mark.parametrize("faults", [["contended"] * 3, ["lost"], ["busy", "lost", "contended"]], ids="-".join)
+@pytest.mark.parametrize(
+    "faults", [["contended"] * 3, ["lost"], ["busy", "lost", "contended"], ["away", "stranger"]], ids="-".join
+)
 def test_a_lease_is_asked_for_again_and_made_once(world: World, kubeconfig: Path, faults: list[str]) -> None:
     async def body() -> None:
         async with through(kubeconfig, world.namespace, faults) as leases:
@@ -113,6 +117,20 @@ def test_a_lease_is_asked_for_again_and_made_once(world: World, kubeconfig: Path
 
     asyncio.run(body())
     assert world.list("sandboxleases") == []
+
+
+def test_a_token_is_asked_for_again(world: World, kubeconfig: Path) -> None:
+    secret = {"metadata": {"name": "lease"}, "stringData": {"token": "hush"}}
+    client.CoreV1Api(world.api).create_namespaced_secret(world.namespace, secret)
+    held = Held("cowork-1", status={"tokenSecret": "lease", "pod": "cowork-0"})
+
+    async def body() -> None:
+        async with through(kubeconfig, world.namespace, ["busy", "lost"]) as leases:
+            assert await leases.token(held, PATIENCE_S) == "hush"
+            with pytest.raises(ApiError, match=r"404 .*secrets .absent. not found"):
+                await leases.token(Held("cowork-2", status={"tokenSecret": "absent"}), PATIENCE_S)
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("contended", ApiError), ("busy", ApiDown), ("lost", ApiDown)])
@@ -128,7 +146,9 @@ def test_patience_ends_and_nothing_is_left(world: World, kubeconfig: Path, fault
 
 def test_a_refusal_is_not_repeated(world: World, kubeconfig: Path) -> None:
     async def body() -> None:
-        async with through(kubeconfig, world.namespace, []) as leases:
+        async with through(kubeconfig, world.namespace, ["stranger"]) as leases:
+            with pytest.raises(ApiError, match=r"sandboxleases: 403"):
+                await leases.create(SPEC, PATIENCE_S)
             with pytest.raises(ApiError, match=r"422 .*ttlSeconds"):
                 await leases.create(SPEC | {"ttlSeconds": -1}, PATIENCE_S)
 
