@@ -49,11 +49,12 @@ def traces(folder: str, cgroup: str, octet: str) -> set[str]:
     """Kinds of things that a node with a running pod has on this machine, and that are there now."""
     mounts = Path("/proc/self/mountinfo").read_text()
     routes = [line.split()[1] for line in Path("/proc/net/route").read_text().splitlines()]
+    groups = Path("/sys/fs/cgroup")
     found = {
         "process": running_below(Path(folder)),
         "mount": folder in mounts,
         "route": any(route.endswith(f"{int(octet):02X}D50A") for route in routes),
-        "cgroup": list(Path("/sys/fs/cgroup").glob(f"**/{cgroup}")),
+        "cgroup": [*groups.glob(cgroup), *groups.glob(f"*/{cgroup}")],  # those below them come and go meanwhile
     }
     return {kind for kind, there in found.items() if there}
 
