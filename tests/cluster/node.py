@@ -26,6 +26,14 @@ from .images import tiny_image
 NAME = "localhost"
 """The API server asks the kubelet for logs and exec by this name, so it has to resolve to loopback."""
 TINY = "localhost/tiny:1"
+GATEWAY = f"""apiVersion: v1
+kind: Pod
+metadata: {{name: gateway, namespace: default}}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers: [{{name: sleep, image: {TINY}, command: [sleep, "1000000"], imagePullPolicy: Never}}]
+"""
+"""A pod that is always there: this machine has its address for pods only while it has one."""
 KEEPER = Path(__file__).with_name("node_keeper.py")
 
 
@@ -44,6 +52,8 @@ class NodeCluster(ControlPlane):
         self._keeper: Daemon | None = None
         self.octet, self._reservation = _own_subnet()
         """Pods have the addresses 10.213.OCTET.x."""
+        self.gateway = f"10.213.{self.octet}.1"
+        """This machine's address for every pod."""
 
     def load_image(self, image: str) -> None:
         """Import an archive of `docker save` or `podman save`, or an image in podman's storage, by its name.
@@ -81,6 +91,7 @@ class NodeCluster(ControlPlane):
 
     def _start_node(self) -> None:
         (self.room / "cni").mkdir(parents=True)
+        (self.room / "always").mkdir()
         (self.room / "containerd.toml").write_text(self._containerd_settings())
         (self.room / "cni/10-pods.conflist").write_text(self._network_settings())
         (self.room / "kubelet.yaml").write_text(self._kubelet_settings())
@@ -100,9 +111,10 @@ class NodeCluster(ControlPlane):
         self._keeper = Daemon(command, self.room / "keeper.log", on_death="TERM")
         self._keeper.wait_until(endpoint.exists)
         self.load_image(str(tiny_image(self.assets.program("busybox"), self.room / "tiny.tar", TINY)))
+        (self.room / "always/gateway.yaml").write_text(GATEWAY)
         api = client.CoreV1Api(config.new_client_from_config(config_file=str(self.kubeconfig)))
         try:
-            self._keeper.wait_until(lambda: _schedulable(api))
+            self._keeper.wait_until(lambda: _schedulable(api) and _is_here(self.gateway))
         except DaemonError as problem:
             log = self.room / "kubelet.log"
             raise DaemonError(f"{problem}\n{log}:\n{log.read_text()[-4000:]}") from problem
@@ -166,6 +178,7 @@ disabled_plugins = {disabled}
                 "nodeStatusUpdateFrequency": "1s",
                 "oomScoreAdj": 0,
                 "resolvConf": "",
+                "staticPodPath": f"{self.room}/always",
                 "volumePluginDir": f"{self.room}/volume-plugins",
             }
         )
@@ -211,6 +224,16 @@ def _schedulable(api: client.CoreV1Api) -> bool:
     nodes = api.list_node().items
     ready = [c for node in nodes for c in node.status.conditions or [] if c.type == "Ready" and c.status == "True"]
     return bool(ready) and not any(node.spec.taints for node in nodes)
+
+
+def _is_here(address: str) -> bool:
+    """Whether it is one of this machine's."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True
 
 
 def _own_subnet() -> tuple[int, socket.socket]:

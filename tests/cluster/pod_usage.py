@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import subprocess
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -38,14 +40,19 @@ class Usage:
     def _watch(self) -> None:
         while not self._stop.wait(_PAUSE_S):
             for place in (f"memory/{self._node.cgroup}", self._node.cgroup):
-                for stat in (CGROUPS / place).glob("**/pod*/memory.stat"):
+                for stat in _each(place, "memory.stat"):
                     with contextlib.suppress(OSError):
                         rows = dict(line.split() for line in stat.read_text().splitlines())
                         self.memory = max(self.memory, int(rows.get("total_rss", rows.get("anon", 0))))
             for place in (f"pids/{self._node.cgroup}", self._node.cgroup):
-                for count in (CGROUPS / place).glob("**/pod*/pids.current"):
+                for count in _each(place, "pids.current"):
                     with contextlib.suppress(OSError):
                         self.threads = max(self.threads, int(count.read_text()))
             for pod in (self._node.room / "kubelet/pods").glob("*/volumes/kubernetes.io~empty-dir"):
                 said = subprocess.run(["du", "-sk", pod], capture_output=True, text=True, check=False).stdout
                 self.disk = max(self.disk, int((said or "0").split()[0]) << 10)
+
+
+def _each(place: str, name: str) -> list[Path]:
+    """The files of this name of all pods. Unlike Path's, this glob takes it that folders vanish under it."""
+    return [Path(found) for found in glob.glob(f"{CGROUPS}/{place}/**/pod*/{name}", recursive=True)]

@@ -43,7 +43,6 @@ COUNTED = "count/sandboxleases.occamy.dev"
 """What the quota knows a while after the CRDs are there; before, it refuses leases."""
 API_NAME = "kubernetes.default.svc"
 CALL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5)"
-_IP_FREEBIND = 15
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +54,7 @@ def installed(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -
     for image in ("operator", "sandbox"):
         load_built(manager, building.tag(image, "podman"))
     folder = tmp_path_factory.mktemp("install")
-    gateway, port = f"10.213.{manager.octet}.1", int(manager.server.rpartition(":")[2])
+    gateway, port = manager.gateway, int(manager.server.rpartition(":")[2])
     _serve_at(gateway, port)
     resources = build(_overlay(folder / "tree", gateway, port))
     kinds = of_kind(resources, "CustomResourceDefinition")
@@ -109,11 +108,7 @@ def _overlay(tree: Path, gateway: str, port: int) -> Path:
 def _serve_at(gateway: str, port: int) -> None:
     """The API server of the loopback, for pods: at the address that all of them have for this machine, to the end of
     this process."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_IP, _IP_FREEBIND, 1)  # the address is there as soon as a pod is
-    listener.bind((gateway, port))
-    listener.listen()
-    Relay([listener], [("127.0.0.1", port)])
+    Relay([socket.create_server((gateway, port))], [("127.0.0.1", port)])
 
 
 def _remove(cluster: Cluster) -> None:

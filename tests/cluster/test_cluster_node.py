@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -119,6 +120,7 @@ def test_two_nodes_at_a_time_and_nothing_is_left(
     with running_node_cluster(assets, tmp_path / "node") as one:
         with capsys.disabled():
             print(f"\ncontrol plane and node started in {one.started_s:.1f} s")
+        socket.create_server((one.gateway, 0)).close()  # the address for pods is there before any of theirs
         cluster = Cluster(one, tmp_path)
         api = client.CoreV1Api(cluster.client())
         api.create_namespaced_pod("default", pod("p", TINY, "sleep 600"))

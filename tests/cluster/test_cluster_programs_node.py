@@ -55,7 +55,7 @@ def world(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
     with node_cluster.namespace("programs") as namespace:
         started = World(node_cluster, namespace, tmp_path_factory.mktemp("programs"))
         started.start()
-        proxy = {"cidr": f"10.213.{manager.octet}.1/32", "ports": [free_port(), free_port()]}
+        proxy = {"cidr": f"{manager.gateway}/32", "ports": [free_port(), free_port()]}
         template = POOL["spec"]["template"] | {"image": IMAGE}
         started.pool("programs", template=template, network={"proxy": proxy}, warm=2, max=6)
         started.ready("programs", 2)

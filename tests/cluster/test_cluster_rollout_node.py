@@ -61,8 +61,7 @@ def world(node_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
     with node_cluster.namespace("rollouts") as namespace:
         started = World(node_cluster, namespace, folder)
         started.start()
-        gateway = f"10.213.{manager.octet}.1"
-        proxy = {"proxy": {"cidr": f"{gateway}/32", "ports": [free_port(), free_port()]}}
+        proxy = {"proxy": {"cidr": f"{manager.gateway}/32", "ports": [free_port(), free_port()]}}
         template = {"image": IMAGE, "resources": SMALL, "workspaceSize": "200Mi"}
         started.pool("cowork", template=template, warm=2, max=6, network=proxy)
         started.ready("cowork", 2)
@@ -86,7 +85,7 @@ def config(world: World) -> RolloutConfig:
         sandbox=KubernetesSandboxConfig(
             namespace=world.namespace, kubeconfig=tenant(world.cluster, world.namespace), route="agent"
         ),
-        servers=ServersConfig(host=f"10.213.{manager.octet}.1", proxy_port=proxy_port, tools_port=tools_port),
+        servers=ServersConfig(host=manager.gateway, proxy_port=proxy_port, tools_port=tools_port),
     )
 
 
