@@ -21,7 +21,7 @@ from occamy.sandboxes.kubernetes.http import HEAD_BYTES
 from occamy.sandboxes.kubernetes.leases import Held, Leases
 from occamy.sandboxes.kubernetes.rights import check_rights
 from occamy.sandboxes.kubernetes.tunnel import Tunnel
-from occamy.sandboxes.kubernetes.wire import AgentClient, Line, check_arrived, file_target
+from occamy.sandboxes.kubernetes.wire import AgentClient, Done, Line, check_arrived, file_target, parsed
 from occamy.sandboxes.protocol import (
     ExecResult,
     IsolationRefused,
@@ -210,16 +210,16 @@ class KubernetesSandbox:
         most = 2 * self._config.limits.output_bytes
         said = await self._ask("POST", "/exec", body, limit=most, timeout_s=timeout_s + _AGENT_S)
         line, _, output = said.partition(b"\n")
-        done = json.loads(line)
-        code = done["exit"]
+        done = parsed(self._name, Done, line)
+        code = done.exit
         return ExecResult(
             outcome=Outcome.timed_out if code is None else Outcome.agent_failed if code else Outcome.completed,
             exit_code=code,
-            stdout=output[: done["stdout"]],
-            stderr=output[done["stdout"] :],
+            stdout=output[: done.stdout],
+            stderr=output[done.stdout :],
             seconds=time.monotonic() - began,
-            truncated=done["truncated"],
-            limit=done["limit"],
+            truncated=done.truncated,
+            limit=done.limit,
         )
 
     async def read(self, path: str) -> bytes:

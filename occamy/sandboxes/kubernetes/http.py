@@ -72,8 +72,11 @@ async def read_chunks(reader: asyncio.StreamReader, limit: int) -> tuple[bytes, 
             raise Malformed(f"more than {limit} bytes")
         body += await read_body(reader, size)
         await reader.readexactly(2)
-    trailer = []
+    trailer: list[str] = []
+    left = HEAD_BYTES
     while (line := await reader.readuntil(b"\r\n")) != b"\r\n":
+        if (left := left - len(line)) < 0:
+            raise Malformed("a trailer that does not end")
         trailer.append(line[:-2].decode("latin-1"))
     return bytes(body), _fields(trailer)
 
@@ -86,9 +89,12 @@ def make_head(first: str, headers: dict[str, str]) -> bytes:
 
 def _size(line: bytes) -> int:
     try:
-        return int(line[:-2], 16)
+        size = int(line[:-2], 16)
     except ValueError as e:
         raise Malformed(f"{line[:20]!r}: no size of a chunk") from e
+    if size < 0:
+        raise Malformed(f"a chunk of {size} bytes")
+    return size
 
 
 def _fields(lines: list[str]) -> dict[str, str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import json
 from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeVar
 from urllib.parse import quote
 
+from pydantic import Field, ValidationError
+
+from occamy.contracts.record import Record
 from occamy.sandboxes import protocol
 from occamy.sandboxes.kubernetes.http import HEAD_BYTES, Head, Malformed, make_head, read_body, read_chunks, read_head
 from occamy.sandboxes.protocol import PathRefused, SandboxDied, SandboxError, ShortWrite
@@ -22,14 +25,44 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
         protocol.DiskFull,
-        protocol.PathRefused,
         protocol.SandboxDied,
         protocol.SandboxFrozen,
         protocol.ShortWrite,
         protocol.WorkspaceRefused,
-        ValueError,
     )
 }
+_MISTAKES: dict[str, tuple[type[Exception], ...]] = {
+    "/exec": (PathRefused,),
+    "/file": (PathRefused, FileNotFoundError),
+    "/restore": (PathRefused, ValueError),
+}
+"""What a caller may have done wrong, by request. No other request raises what callers do not wait for."""
+_WORDS = 2000
+"""Longest message that an agent has, characters."""
+
+
+class Done(Record):
+    """What an agent says of a command, ahead of its output."""
+
+    exit: int | None
+    truncated: bool
+    limit: Annotated[str, Field(max_length=100)]
+    stdout: Annotated[int, Field(ge=0)]
+
+
+class Arrived(Record):
+    """What an agent says of the bytes that it has got."""
+
+    size: int
+    fingerprint: Annotated[str, Field(max_length=100)]
+
+
+class _Fault(Record):
+    error: str
+    message: str
+
+
+R = TypeVar("R", bound=Record)
 
 
 class AgentClient:
@@ -53,7 +86,7 @@ class AgentClient:
                 try:
                     head, answer, trailer = await self._exchange(reader, writer, method, target, body, limit)
                 except BaseException:
-                    writer.close()
+                    writer.transport.abort()  # nothing more is sent: an agent that reads nothing would keep it here
                     raise
         except TimeoutError as e:
             raise SandboxDied(f"{self._who}: its agent did not answer {method} {target} in {timeout_s:.0f} s") from e
@@ -64,10 +97,10 @@ class AgentClient:
         else:
             self._idle.append((reader, writer))
         if "error" in trailer:
-            raise self._error("200", trailer["error"].encode())
+            raise self._error(target, "200", trailer["error"].encode())
         _check_fingerprint(self._who, head, trailer, answer)
         if head.first[1] != "200":
-            raise self._error(head.first[1], answer)
+            raise self._error(target, head.first[1], answer)
         return answer
 
     def close(self) -> None:
@@ -105,19 +138,26 @@ class AgentClient:
             return head, *await read_chunks(reader, limit + _REST_BYTES)
         return head, await read_body(reader, head.length(limit + _REST_BYTES)), {}
 
-    def _error(self, status: str, said: bytes) -> Exception:
-        try:
-            fault = json.loads(said)
-            name, message = str(fault["error"]), str(fault["message"])
-        except (ValueError, KeyError, TypeError):
-            return SandboxDied(f"{self._who}: an answer {status} that is no agent's: {said[:200]!r}")
+    def _error(self, target: str, status: str, said: bytes) -> Exception:
+        fault = parsed(self._who, _Fault, said)
+        name, message = fault.error[:100], fault.message[:_WORDS]
         if status == "401":
             return SandboxDied(f"{self._who}: its address or name belongs to another pod now ({message})")
-        if name == "FileNotFoundError":
-            return FileNotFoundError(errno.ENOENT, "no such file in the workspace", message)
-        kind = _KINDS.get(name, SandboxError)
-        named = message if kind in (PathRefused, ValueError) else f"{self._who}: {message}"
-        return kind(named if name in _KINDS else f"{self._who}: {name}: {message}")
+        for mistake in _MISTAKES.get(target.partition("?")[0], ()):
+            if mistake.__name__ == name:
+                absent = mistake is FileNotFoundError
+                return mistake(errno.ENOENT, "no such file in the workspace", message) if absent else mistake(message)
+        if kind := _KINDS.get(name):
+            return kind(f"{self._who}: {message}")
+        return SandboxError(f"{self._who}: {name}: {message}")
+
+
+def parsed(who: str, kind: type[R], said: bytes) -> R:
+    """What an agent says. Raises SandboxDied for what no agent does."""
+    try:
+        return kind.model_validate_json(said)
+    except ValidationError as e:
+        raise SandboxDied(f"{who}: an answer that is no agent's: {said[:200]!r}") from e
 
 
 def file_target(path: str) -> str:
@@ -130,9 +170,9 @@ def file_target(path: str) -> str:
 
 def check_arrived(who: str, answer: bytes, data: bytes) -> None:
     """Raise ShortWrite unless the agent has got, and has on disk, just these bytes."""
-    said = json.loads(answer)
-    if said["size"] != len(data) or said["fingerprint"] != fingerprint(data):
-        raise ShortWrite(f"{who}: {said['size']} bytes {said['fingerprint']} arrived, {len(data)} were sent")
+    said = parsed(who, Arrived, answer)
+    if said != Arrived(size=len(data), fingerprint=fingerprint(data)):
+        raise ShortWrite(f"{who}: {said.size} bytes {said.fingerprint} arrived, {len(data)} were sent")
 
 
 def fingerprint(data: bytes) -> str:
