@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from occamy.sandboxes.paths import link_file, make_folder, open_folder, open_root, parts_of, read_file, write_file
-from occamy.sandboxes.protocol import PathRefused, Snapshot, WorkspaceRefused
+from occamy.sandboxes.protocol import PathRefused, SandboxDied, Snapshot, WorkspaceRefused
 from occamy.sandboxes.watch import BLOCK, DEPTH
 
 
@@ -89,10 +89,19 @@ def unpack(archive: bytes, root: Path, limit: int) -> None:
 
 
 def contents(archive: bytes) -> dict[str, bytes]:
-    """The regular files of a snapshot's archive by path, sorted; names as `files` gives them."""
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
-        found = {member.name: tar.extractfile(member) for member in tar if member.isreg()}
-        return {name: content.read() for name, content in sorted(found.items()) if content is not None}
+    """The regular files of a snapshot's archive by path, sorted; names as `files` gives them.
+
+    Raises SandboxDied for what `stream` never writes, as an agent in a pod may send: no archive, or one that grows.
+    """
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+            members = [member for member in tar if member.isreg()]
+            if (total := sum(member.size for member in members)) > len(archive):
+                raise ValueError(f"it grows to {total} bytes")
+            found = {member.name: tar.extractfile(member) for member in members}
+            return {name: content.read() for name, content in sorted(found.items()) if content is not None}
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as e:
+        raise SandboxDied(f"{len(archive)} bytes that are no snapshot's archive ({e})") from e
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> None:

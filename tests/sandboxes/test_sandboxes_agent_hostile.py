@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -12,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from occamy.contracts.outcome import Outcome
+from occamy.sandboxes import archive
 from occamy.sandboxes.kubernetes.backend import KubernetesSandbox
 from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 from occamy.sandboxes.kubernetes.leases import Held
@@ -188,5 +190,32 @@ def test_a_call_that_has_failed_sends_nothing_more_and_keeps_nothing(cancelled: 
             over.set()
             await ended.wait()
         assert got < len(data)
+
+    asyncio.run(body())
+
+
+def _sparse(size: int) -> bytes:
+    """An archive of 1.5 KiB with a file of so many zeros."""
+    header = bytearray(tarfile.TarInfo("f").tobuf(tarfile.GNU_FORMAT))
+    header[156:157], header[483:495] = tarfile.GNUTYPE_SPARSE, b"%011o\0" % size
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(1024)
+
+
+def _long_names(count: int) -> bytes:
+    """An archive that names one file so many times over."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 1
+    return (info.tobuf(tarfile.GNU_FORMAT) + b"x" + bytes(511)) * count + bytes(1024)
+
+
+@pytest.mark.parametrize("packed", [b"", b"x" * 2000, _sparse(1 << 32), _long_names(3000)], ids=len)
+def test_an_archive_that_is_none_or_grows_is_an_infrastructure_fault(packed: bytes) -> None:
+    async def body() -> None:
+        async with hostile(always(answer(packed))) as (_, sandbox):
+            exported = await sandbox.snapshot()
+            with pytest.raises(SandboxDied, match="no snapshot's archive"):
+                archive.contents(exported.archive)
 
     asyncio.run(body())
