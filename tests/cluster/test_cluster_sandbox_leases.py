@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
-from aiohttp import web
 from kubernetes import client
-from kubernetes.client.exceptions import ApiException
 
-from occamy.sandboxes.kubernetes.api import Api, ApiDown, ApiError, find_credentials
-from occamy.sandboxes.kubernetes.leases import Held, Leases
+from occamy.sandboxes.kubernetes.api import ApiDown, ApiError
+from occamy.sandboxes.kubernetes.leases import Held
 
+from .api_faults import known_tenant, through
 from .cluster import Cluster, eventually
 from .daemons import PATIENCE_S
-from .pod_processes import tenant
-from .sandbox_world import World, call, install
+from .sandbox_world import World, install
 
 SPEC = {"pool": "cowork", "owner": {"run": "r", "episode": "e"}, "ttlSeconds": 600}
-CONTENDED = {
-    "kind": "Status",
-    "apiVersion": "v1",
-    "status": "Failure",
-    "reason": "Conflict",
-    "message": 'Operation cannot be fulfilled on resourcequotas "sandboxes": the object has been modified',
-    "code": 409,
-}
-"""An API server's answer to whoever makes something that it could not count: others changed the quota each time."""
-
-STATUS = {"busy": 429, "away": 503, "stranger": 403}
 
 
 @pytest.fixture
@@ -47,61 +32,12 @@ def world(cluster: Cluster, namespace: str, tmp_path: Path) -> World:
 @pytest.fixture
 def kubeconfig(world: World) -> Path:
     """A tenant's, whom the API server knows."""
-    made = tenant(world.cluster, world.namespace)
-
-    def known() -> bool:
-        try:
-            return bool(call(world.cluster.client(made), "GET", world.path("sandboxleases")))
-        except ApiException:
-            return False
-
-    eventually(known)
-    return made
+    return known_tenant(world)
 
 
-@asynccontextmanager
-async def through(kubeconfig: Path, namespace: str, faults: list[str]) -> AsyncIterator[Leases]:
-    """A tenant whose requests pass a server that gives a fault for each object that is to be made, or secret that is to
-    be read, while any is left: `lost` keeps the API server's answer back, the others are answers of its own."""
-    credentials = find_credentials(kubeconfig, None)
-    real, tls = credentials.host, ssl.create_default_context(cafile=credentials.ssl_ca_cert)
-
-    async def serve(request: web.Request) -> web.StreamResponse:
-        fault = faults.pop(0) if faults and (request.method == "POST" or "/secrets/" in request.path) else ""
-        if fault == "contended":
-            return web.json_response(CONTENDED, status=409)
-        if fault in STATUS:
-            return web.Response(status=STATUS[fault])
-        headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
-        async with session.request(
-            request.method, real + request.path_qs, data=await request.read(), headers=headers
-        ) as answer:
-            if fault == "lost":
-                await answer.read()
-                assert request.transport is not None
-                request.transport.abort()
-            passed = web.StreamResponse(status=answer.status)
-            await passed.prepare(request)
-            async for piece in answer.content.iter_any():
-                await passed.write(piece)
-            return passed
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", serve)
-    runner = web.AppRunner(app, shutdown_timeout=1.0)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls)) as session:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        credentials.host = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        api = Api(credentials, PATIENCE_S)
-        leases = Leases(api, namespace, 120)
-        try:
-            yield leases
-        finally:
-            await leases.close(PATIENCE_S)
-            await api.close()
-            await runner.cleanup()
+def making(faults: list[str]) -> list[tuple[str, str]]:
+    """Faults of attempts to make an object."""
+    return [("POST", fault) for fault in faults]
 
 
 @pytest.mark.parametrize(
@@ -109,11 +45,11 @@ async def through(kubeconfig: Path, namespace: str, faults: list[str]) -> AsyncI
 )
 def test_a_lease_is_asked_for_again_and_made_once(world: World, kubeconfig: Path, faults: list[str]) -> None:
     async def body() -> None:
-        async with through(kubeconfig, world.namespace, faults) as leases:
+        async with through(kubeconfig, world.namespace, making(faults)) as (leases, server):
             held = await leases.create(SPEC, PATIENCE_S)
             (made,) = await asyncio.to_thread(world.list, "sandboxleases")
             assert (made["metadata"]["name"], made["metadata"]["uid"]) == (held.name, held.uid)
-            assert faults == []
+            assert server.faults == []
 
     asyncio.run(body())
     assert world.list("sandboxleases") == []
@@ -125,7 +61,7 @@ def test_a_token_is_asked_for_again(world: World, kubeconfig: Path) -> None:
     held = Held("cowork-1", status={"tokenSecret": "lease", "pod": "cowork-0"})
 
     async def body() -> None:
-        async with through(kubeconfig, world.namespace, ["busy", "lost"]) as leases:
+        async with through(kubeconfig, world.namespace, [("SECRET", "busy"), ("SECRET", "lost")]) as (leases, _):
             assert await leases.token(held, PATIENCE_S) == "hush"
             with pytest.raises(ApiError, match=r"404 .*secrets .absent. not found"):
                 await leases.token(Held("cowork-2", status={"tokenSecret": "absent"}), PATIENCE_S)
@@ -136,7 +72,7 @@ def test_a_token_is_asked_for_again(world: World, kubeconfig: Path) -> None:
 @pytest.mark.parametrize(("fault", "kind"), [("contended", ApiError), ("busy", ApiDown), ("lost", ApiDown)])
 def test_patience_ends_and_nothing_is_left(world: World, kubeconfig: Path, fault: str, kind: type[Exception]) -> None:
     async def body() -> None:
-        async with through(kubeconfig, world.namespace, [fault, fault]) as leases:
+        async with through(kubeconfig, world.namespace, making([fault, fault])) as (leases, _):
             with pytest.raises(kind, match=r"POST /apis/occamy.dev/.*/sandboxleases: "):
                 await leases.create(SPEC, 0.0)
 
@@ -146,7 +82,7 @@ def test_patience_ends_and_nothing_is_left(world: World, kubeconfig: Path, fault
 
 def test_a_refusal_is_not_repeated(world: World, kubeconfig: Path) -> None:
     async def body() -> None:
-        async with through(kubeconfig, world.namespace, ["stranger"]) as leases:
+        async with through(kubeconfig, world.namespace, making(["stranger"])) as (leases, _):
             with pytest.raises(ApiError, match=r"sandboxleases: 403"):
                 await leases.create(SPEC, PATIENCE_S)
             with pytest.raises(ApiError, match=r"422 .*ttlSeconds"):
@@ -199,7 +135,7 @@ def test_a_quota_that_never_rests_refuses_nobody(world: World, kubeconfig: Path)
     eventually(lambda: counted(core, world.namespace))
 
     async def body() -> None:
-        async with through(kubeconfig, world.namespace, []) as leases:
+        async with through(kubeconfig, world.namespace, []) as (leases, _):
             made = await asyncio.gather(*(leases.create(SPEC, PATIENCE_S) for _ in range(40)))
             assert len({held.uid for held in made}) == 40
 

@@ -16,9 +16,9 @@ import aiohttp
 from occamy.sandboxes.protocol import SandboxError
 
 MERGE = "application/merge-patch+json"
-_WATCH_S = 300
-"""Seconds after which a watch is opened anew. Our choice."""
-_SILENCE_S = 30.0
+_WATCH_S = 30
+"""Seconds after which a watch is opened anew: one that was cut off without a word tells of no pod. Our choice."""
+_SILENCE_S = 10.0
 """How much longer than that an API server may be silent."""
 _LINE_BYTES = 4 << 20  # an object of at most 1.5 MiB, as JSON
 PAUSE_S = (0.2, 5.0)
@@ -45,7 +45,7 @@ class ApiDown(SandboxError):
 async def patiently(ask: Callable[[], Awaitable[T]], seconds: float) -> T:
     """What `ask` returns, asked again for so long while the API server is away, busy, or counting a quota anew.
 
-    One that comes back knows no roles yet, so a 403 is asked about again if it was away.
+    One that comes back knows no accounts and roles yet, so 401 and 403 are asked about again if it was away.
     """
     until, pause, away = time.monotonic() + seconds, PAUSE_S[0], False
     while True:
@@ -53,7 +53,7 @@ async def patiently(ask: Callable[[], Awaitable[T]], seconds: float) -> T:
             return await ask()
         except (ApiDown, ApiError) as e:
             away = away or isinstance(e, ApiDown)
-            passes = isinstance(e, ApiDown) or e.reason == CONFLICT or (away and e.status == 403)
+            passes = isinstance(e, ApiDown) or e.reason == CONFLICT or (away and e.status in (401, 403))
             if not passes or time.monotonic() + pause > until:
                 raise
             log.info("asked again in %.1f s: %s", pause, e)
@@ -66,7 +66,7 @@ class Api:
 
     def __init__(self, credentials: Any, seconds: float) -> None:
         """`credentials` is a kubernetes.client.Configuration. Belongs to the running event loop."""
-        self._config = credentials
+        self._config, self._seconds = credentials, seconds
         self._server = str(credentials.host).rstrip("/")
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=_ssl_context(credentials), keepalive_timeout=60),
@@ -83,17 +83,21 @@ class Api:
         headers = {**await self._headers(), "Content-Type": MERGE if method == "PATCH" else "application/json"}
         data = None if body is None else json.dumps(body).encode()
         try:
-            async with self._session.request(method, self._server + path, data=data, headers=headers) as response:
+            async with self._session.request(
+                method, self._server + path, data=data, headers=headers, allow_redirects=False
+            ) as response:
                 text = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise ApiDown(f"{method} {path}: {_words(e)}") from e
-        if response.status < 400:
-            found: dict[str, Any] = json.loads(text)
-            return found
-        raise _failure(f"{method} {path}", response.status, text)
+        if response.status >= 300:
+            raise _failure(f"{method} {path}", response.status, text)
+        return _object(f"{method} {path}", text)
 
-    async def watch(self, path: str, selector: str, version: str) -> AsyncIterator[dict[str, Any]]:
-        """Events since a version, until the API server ends the watch. Raises ApiError (410: list again), ApiDown."""
+    async def watch(self, path: str, selector: str, version: str) -> AsyncIterator[tuple[str, dict[str, Any], str]]:
+        """Type, object and version of each event since a version, until the API server ends the watch.
+
+        Raises ApiError (410: list again), ApiDown.
+        """
         query = {
             "watch": "true",
             "labelSelector": selector,
@@ -105,17 +109,17 @@ class Api:
         headers = await self._headers()
         try:
             async with self._session.get(
-                self._server + path, params=query, headers=headers, timeout=timeout
+                self._server + path, params=query, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
-                if response.status >= 400:
+                if response.status >= 300:
                     raise _failure(f"watch {path}", response.status, await response.read())
                 async for line in response.content:
                     event = json.loads(line)
-                    if event["type"] == "ERROR":
-                        said = event["object"]
+                    kind, said = event["type"], event["object"]
+                    if kind == "ERROR":
                         raise ApiError(said.get("code", 0), said.get("reason", ""), said.get("message", ""))
-                    yield event
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:
+                    yield kind, said, said["metadata"]["resourceVersion"]
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError, AttributeError) as e:
             raise ApiDown(f"watch {path}: {_words(e)}") from e
 
     async def stream(self, path: str, query: list[tuple[str, str]]) -> aiohttp.ClientWebSocketResponse:
@@ -135,8 +139,12 @@ class Api:
             raise ApiDown(f"{path}: {_words(e)}") from e
 
     async def _headers(self) -> dict[str, str]:
-        """Who we are; a token may have to be renewed first, which may run a program."""
-        token = await asyncio.to_thread(self._config.get_api_key_with_prefix, "authorization")
+        """Who we are; a token may have to be renewed first, which may run a program. Raises ApiDown."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                token = await asyncio.to_thread(self._config.get_api_key_with_prefix, "authorization")
+        except Exception as e:  # whatever reading a file, or running that program, comes to
+            raise ApiDown(f"no credentials: {_words(e)}") from e
         return {"Authorization": token} if token else {}
 
 
@@ -178,6 +186,16 @@ def _ssl_context(found: Any) -> ssl.SSLContext:
     return context
 
 
+def _object(what: str, text: bytes) -> dict[str, Any]:
+    """The object that an API server answers with. Raises ApiDown for what others do, such as a proxy's page."""
+    try:
+        found: dict[str, Any] = json.loads(text)
+        found["apiVersion"]
+    except (ValueError, LookupError, TypeError) as e:
+        raise ApiDown(f"{what}: no API server answers so: {text[:300].decode(errors='replace')}") from e
+    return found
+
+
 def _failure(what: str, status: int, text: bytes) -> SandboxError:
     try:
         answer = json.loads(text)
@@ -185,7 +203,7 @@ def _failure(what: str, status: int, text: bytes) -> SandboxError:
     except (ValueError, AttributeError):
         reason, said = "", text[:300].decode(errors="replace")
     words = f"{what}: {status} {said}"
-    return ApiDown(words) if status >= 500 or status == 429 else ApiError(status, reason, words)
+    return ApiDown(words) if status < 400 or status >= 500 or status == 429 else ApiError(status, reason, words)
 
 
 def _words(error: Exception) -> str:

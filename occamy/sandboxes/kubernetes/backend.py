@@ -8,17 +8,17 @@ import json
 import math
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from occamy.contracts.outcome import Outcome
 from occamy.sandboxes import archive, paths
-from occamy.sandboxes.kubernetes.api import Api, find_credentials
+from occamy.sandboxes.kubernetes.api import Api, find_credentials, patiently
 from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 from occamy.sandboxes.kubernetes.http import HEAD_BYTES
-from occamy.sandboxes.kubernetes.leases import Held, Leases
+from occamy.sandboxes.kubernetes.leases import Held, Leases, unless_ended
 from occamy.sandboxes.kubernetes.rights import check_rights
 from occamy.sandboxes.kubernetes.tunnel import Tunnel
 from occamy.sandboxes.kubernetes.wire import AgentClient, Done, Line, check_arrived, file_target, parsed
@@ -31,13 +31,10 @@ from occamy.sandboxes.protocol import (
     Snapshot,
 )
 
-T = TypeVar("T")
 _AGENT_S = 60.0
 """For what an agent does within seconds: start a command, read, write, freeze. Our choice."""
 _BULK_S = 600.0
 """To move a whole workspace. Our choice."""
-_REASON_S = 2.0
-"""How long the operator has to say why an agent is gone: it often hears of it a moment later."""
 _SHORTEST_S = 10
 """Fewest seconds that a lease may be asked for."""
 _PORT = 8750
@@ -95,15 +92,22 @@ class KubernetesBackend:
     async def check(self) -> None:
         """Ask for each right that a lease needs, and whether the API server would take one."""
         api, leases = await self._open()
-        await check_rights(api, self.config.namespace, through_exec=self.config.route == "exec")
-        await leases.check(self._spec("check", "check", 0.0))
+        space, through_exec, seconds = self.config.namespace, self.config.route == "exec", self.config.api_seconds
+        await patiently(lambda: check_rights(api, space, through_exec=through_exec), seconds)
+        await patiently(lambda: leases.check(self._spec("check", "check", 0.0)), seconds)
 
     async def close(self) -> None:
         """Release what is left and end the session with the API server."""
         opened, self._opened = self._opened, None
-        if opened is not None and not (opened.done() and opened.exception()):
+        if opened is None:
+            return
+        try:
             api, leases = await opened
+        except SandboxError:  # whoever leased has heard of it
+            return
+        try:
             await leases.close(self.config.release_seconds)
+        finally:
             await api.close()
 
     def _spec(self, pool: str, owner: str, deadline_s: float) -> dict[str, Any]:
@@ -151,7 +155,6 @@ class KubernetesSandbox:
         """How its agent is reached: agent or exec."""
         self._name = f"lease {held.name} of {owner}"
         self._config, self._leases, self._held = config, leases, held
-        self._deadline = math.inf
         endpoint = urlsplit(held.status.get("endpoint") or "")
         self._address = (endpoint.hostname, endpoint.port or _PORT)
         self._tunnel = Tunnel(api, config.namespace, held.status["pod"], self._address[1])
@@ -181,7 +184,7 @@ class KubernetesSandbox:
 
     def begin(self, deadline_s: float) -> None:
         """The deadline counts from now."""
-        self._deadline = time.monotonic() + deadline_s
+        self._held.deadline = time.monotonic() + deadline_s
 
     async def exec(
         self,
@@ -195,7 +198,7 @@ class KubernetesSandbox:
         self._alive()
         paths.parts_of(cwd)
         began = time.monotonic()
-        left = self._deadline - began
+        left = self._held.deadline - began
         timeout_s = min(timeout_s, left)
         order = {
             "argv": list(argv),
@@ -269,7 +272,7 @@ class KubernetesSandbox:
     async def release(self) -> None:
         """Delete the lease, and with it the pod. What the API server does not hear in time is repeated later."""
         self._agent.close()
-        if not self._held.released:
+        if self._held.deletion is None:
             await self._leases.release(self._held, self._config.release_seconds)
         await self._tunnel.close()
 
@@ -278,7 +281,7 @@ class KubernetesSandbox:
     ) -> bytes:
         """A call to the agent, which ends when the lease does."""
         call = self._agent.call(method, target, body, limit=limit, timeout_s=timeout_s)
-        return await _unless_ended(self._held, call)
+        return await unless_ended(self._held, call)
 
     async def _dial(self) -> Line:
         if self.route == "exec":
@@ -292,7 +295,7 @@ class KubernetesSandbox:
 
     def _alive(self, *, expired: bool = True) -> None:
         self._held.check()
-        if expired and time.monotonic() > self._deadline:
+        if expired and time.monotonic() > self._held.deadline:
             raise LeaseExpired(f"{self._name} is past its deadline; take a new lease")
 
 
@@ -301,21 +304,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-async def _unless_ended(held: Held, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or what the end of the lease means, whichever comes first."""
-    task, ended = asyncio.ensure_future(work), asyncio.ensure_future(held.ended.wait())
-    try:
-        await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            held.check()
-        return await task
-    except SandboxDied:
-        await asyncio.wait([ended], timeout=_REASON_S)
-        held.check()
-        raise
-    finally:
-        for each in (task, ended):
-            each.cancel()
-        await asyncio.gather(task, ended, return_exceptions=True)

@@ -6,13 +6,15 @@ import asyncio
 import base64
 import contextlib
 import logging
+import math
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
-from occamy.sandboxes.kubernetes.api import CONFLICT, PAUSE_S, Api, ApiDown, ApiError, patiently
+from occamy.sandboxes.kubernetes.api import CONFLICT, PAUSE_S, Api, ApiError, patiently
 from occamy.sandboxes.protocol import LeaseExpired, LeaseLost, SandboxDied, SandboxError
 
 GROUP = "occamy.dev"
@@ -22,7 +24,10 @@ FIRST_EXEC_ANNOTATION = f"{GROUP}/first-exec-seconds"
 """What the operator reads and counts."""
 _BEATS = 4
 """Renewals in the time after which a missed heartbeat ends a lease. Our choice."""
+_REASON_S = 2.0
+"""How long the operator has to say why an agent is gone: it often hears of it a moment later."""
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -34,14 +39,16 @@ class Held:
     uid: str = ""
     """Known once it is created."""
     unclear: bool = False
-    """Whether it may have been created without a word."""
+    """Whether it may have been created, or be created yet, without a word."""
     status: Mapping[str, Any] = field(default_factory=dict)
     bound: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it has a pod, or has ended."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it has no pod any more and never will."""
-    released: bool = False
-    """Whether we ended it ourselves."""
+    deadline: float = math.inf
+    """Until when its holder was to have it, monotonic seconds."""
+    deletion: asyncio.Task[None] | None = None
+    """Set when we ended it ourselves."""
     failure: tuple[type[SandboxError], str] = (LeaseLost, "")
     """What to raise then."""
 
@@ -67,21 +74,24 @@ class Leases:
         self._path = f"/apis/{API_VERSION}/namespaces/{namespace}/sandboxleases"
         self._holder = secrets.token_hex(8)
         self._held: dict[str, Held] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._watching: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
+        self._listing: asyncio.Task[str] | None = None
+        self._closed = False
 
     async def create(self, spec: Mapping[str, Any], seconds: float) -> Held:
         """A new lease, which nobody has seen yet; for so long it is asked for patiently. Raises SandboxError."""
+        if self._closed:
+            raise LeaseLost("the backend was closed before the lease was made; open another")
         held = Held(f"{spec['pool'][:40]}-{secrets.token_hex(8)}")
         self._held[held.name] = held  # before it exists: no event of it is missed
         try:
-            held.uid = await patiently(lambda: self._make(held, spec), seconds)
-        except BaseException as e:
-            if isinstance(e, ApiError) and not held.unclear:
-                del self._held[held.name]
+            held.uid = await unless_ended(held, patiently(lambda: self._make(held, spec), seconds))
+        except BaseException:
+            if held.unclear:
+                self.drop(held)
             else:
-                self.drop(held)  # it may exist all the same
+                self._held.pop(held.name, None)
             raise
         if self._heartbeat_s is not None:
             self._spawn(self._renew(held, self._heartbeat_s / _BEATS))
@@ -119,14 +129,16 @@ class Leases:
             log.warning("lease %s is not deleted yet; its deadline ends it if nothing else does", held.name)
 
     def drop(self, held: Held) -> asyncio.Task[None]:
-        """Delete a lease in the background."""
-        held.released = True
-        held.end(LeaseLost, "was released; take a new lease")
-        self._held.pop(held.name, None)
-        return self._spawn(self._delete(held.name))
+        """Delete a lease in the background, once."""
+        if held.deletion is None:
+            held.end(LeaseLost, "was released; take a new lease")
+            self._held.pop(held.name, None)
+            held.deletion = self._spawn(self._delete(held))
+        return held.deletion
 
     async def close(self, seconds: float) -> None:
         """Delete what is left, as far as the API server answers in time, and end the watch."""
+        self._closed = True
         deletions = [self.drop(held) for held in list(self._held.values())]
         if deletions or self._background:
             await asyncio.wait([*deletions, *self._background], timeout=seconds)
@@ -138,13 +150,12 @@ class Leases:
     async def _make(self, held: Held, spec: Mapping[str, Any]) -> str:
         """One attempt, which finds what an earlier one made whose answer was lost. Returns the UID."""
         await self._start_watching()
+        before, held.unclear = held.unclear, True
         try:
             made = await self._api.call("POST", self._path, self._body(held.name, spec))
-        except ApiDown:
-            held.unclear = True
-            raise
         except ApiError as e:
             if e.reason != "AlreadyExists":
+                held.unclear = before
                 raise
             made = await self._api.call("GET", f"{self._path}/{held.name}")
         return str(made["metadata"]["uid"])
@@ -155,21 +166,23 @@ class Leases:
         return {"apiVersion": API_VERSION, "kind": "SandboxLease", "metadata": meta, "spec": {**spec, **beat}}
 
     async def _start_watching(self) -> None:
-        """List once, so that no event is missed from here on. Raises SandboxError."""
-        async with self._starting:
-            if self._watching is None or self._watching.done():
-                self._watching = asyncio.create_task(self._watch(await self._list()))
+        """List once for all who wait, so that no event is missed from here on. Raises SandboxError."""
+        if self._watching is None or self._watching.done():
+            if self._listing is None or self._listing.done():
+                self._listing = self._spawn(self._list())
+            version = await asyncio.shield(self._listing)
+            if not self._closed and (self._watching is None or self._watching.done()):
+                self._watching = asyncio.create_task(self._watch(version))
 
     async def _watch(self, version: str) -> None:
         """Follow all leases, whatever the API server does meanwhile."""
         pause = PAUSE_S[0]
         while True:
             try:
-                async for event in self._api.watch(self._path, f"{HOLDER_LABEL}={self._holder}", version):
-                    pause = PAUSE_S[0]
-                    version = event["object"]["metadata"]["resourceVersion"]
-                    if event["type"] != "BOOKMARK":
-                        self._seen(event["object"], gone=event["type"] == "DELETED")
+                async for kind, lease, at in self._api.watch(self._path, f"{HOLDER_LABEL}={self._holder}", version):
+                    pause, version = PAUSE_S[0], at
+                    if kind != "BOOKMARK":
+                        self._seen(lease, gone=kind == "DELETED")
             except SandboxError as e:
                 log.info("the watch on leases ended: %s", e)
                 if isinstance(e, ApiError):  # too old a version, mostly
@@ -196,21 +209,24 @@ class Leases:
         held.status = lease.get("status") or {}
         if gone or "deletionTimestamp" in lease["metadata"]:
             held.end(LeaseLost, "is gone: somebody deleted it")
-        elif ending := _ending(held.status):
+        elif ending := _ending(held.status, due=time.monotonic() >= held.deadline):
             held.end(*ending)
         elif held.status.get("phase") == "Bound":
             held.bound.set()
 
     async def _renew(self, held: Held, pause: float) -> None:
-        """Say that the holder lives, until the lease has ended."""
+        """Say that the holder lives, until the lease has ended. What fails is repeated sooner than it is due."""
+        wait = pause
         while not held.ended.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(held.ended.wait(), pause)
+                await asyncio.wait_for(held.ended.wait(), wait)
                 return
             now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
             try:
                 await self._api.call("PATCH", f"{self._path}/{held.name}", {"spec": {"renewed": now}})
+                wait = pause
             except SandboxError as e:
+                wait = min(pause, PAUSE_S[1])
                 log.warning("lease %s could not be renewed: %s", held.name, e)
 
     async def _tell(self, name: str, patch: Mapping[str, Any]) -> None:
@@ -220,35 +236,58 @@ class Leases:
         except SandboxError as e:
             log.info("lease %s: not told: %s", name, e)
 
-    async def _delete(self, name: str) -> None:
+    async def _delete(self, held: Held) -> None:
         """Delete a lease, however long that takes. Its name is nobody else's.
 
-        A refusal need not last: an API server that has just started knows no roles yet.
+        A refusal need not last: an API server that has just started knows no roles yet. Nor need the absence of one
+        whose creation was not answered: it may arrive after its deletion.
         """
         pause = PAUSE_S[0]
         while True:
             try:
-                await self._api.call("DELETE", f"{self._path}/{name}")
+                await self._api.call("DELETE", f"{self._path}/{held.name}")
                 return
             except SandboxError as e:
-                if isinstance(e, ApiError) and e.status == 404:
+                if isinstance(e, ApiError) and e.reason == "NotFound" and (held.uid or pause == PAUSE_S[1]):
                     return
-                log.info("lease %s is not deleted yet: %s", name, e)
+                log.info("lease %s is not deleted yet: %s", held.name, e)
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_S[1])
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
 
-def _ending(status: Mapping[str, Any]) -> tuple[type[SandboxError], str] | None:
-    """What the operator's last word on a lease means to its holder; None while it goes on."""
+async def unless_ended(held: Held, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or what the end of the lease means, whichever comes first."""
+    task, ended = asyncio.ensure_future(work), asyncio.ensure_future(held.ended.wait())
+    try:
+        await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            held.check()
+        return await task
+    except SandboxDied:
+        await asyncio.wait([ended], timeout=_REASON_S)
+        held.check()
+        raise
+    finally:
+        for each in (task, ended):
+            each.cancel()
+        await asyncio.gather(task, ended, return_exceptions=True)
+
+
+def _ending(status: Mapping[str, Any], *, due: bool) -> tuple[type[SandboxError], str] | None:
+    """What the operator's last word on a lease means to its holder; None while it goes on.
+
+    Unless the holder's own deadline is past too, the time is not what an agent has used up: clocks differ, or the pod
+    came late.
+    """
     words = f"{status.get('reason')}: {status.get('message')}"
     match status.get("phase"), status.get("reason"):
-        case "Expired", "DeadlinePassed":
+        case "Expired", "DeadlinePassed" if due:
             return LeaseExpired, f"is past its deadline ({words}); take a new lease"
         case "Expired" | "Released", _:
             return LeaseLost, f"was taken away ({words}); take a new lease"
