@@ -44,8 +44,7 @@ class Tunnel:
         """A connection to the agent. Raises ApiError, ApiDown; what fails in the pod shows on first use."""
         websocket = await self._api.stream(self._path, self._query)
         ours, theirs = socket.socketpair()
-        near = await asyncio.open_connection(sock=theirs)
-        pump = asyncio.create_task(self._pump(websocket, *near))
+        pump = asyncio.create_task(self._pump(websocket, theirs))  # whose all of it is, whatever becomes of this call
         self._pumps.add(pump)
         pump.add_done_callback(self._pumps.discard)
         return await asyncio.open_connection(sock=ours, limit=HEAD_BYTES)
@@ -56,10 +55,9 @@ class Tunnel:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
-    async def _pump(
-        self, websocket: aiohttp.ClientWebSocketResponse, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _pump(self, websocket: aiohttp.ClientWebSocketResponse, near: socket.socket) -> None:
         """Carry bytes both ways until one side ends."""
+        reader, writer = await asyncio.open_connection(sock=near)
         out = asyncio.create_task(_send(websocket, reader))
         back = asyncio.create_task(self._receive(websocket, writer))
         try:
