@@ -111,6 +111,19 @@ def test_a_watch_that_falls_silent_is_left_before_leases_are_given_up(
     asyncio.run(body())
 
 
+def test_quiet_watches_do_not_slow_down_the_next(
+    world: World, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pauses that doubled would come to more than the test's patience."""
+    monkeypatch.setattr(leases_module, "PAUSE_S", (0.001, 600.0))
+
+    async def body() -> None:
+        async with through(kubeconfig, world.namespace, [("WATCH", "end")] * 25) as (leases, _):
+            await bind(world, await leases.create(SPEC, PATIENCE_S))
+
+    asyncio.run(body())
+
+
 def test_credentials_that_cannot_be_read_for_a_while_lose_nothing(world: World, kubeconfig: Path) -> None:
     """As a token that is being rotated, or the program of a kubeconfig that fails."""
     faults: list[Exception] = []

@@ -183,6 +183,7 @@ class Leases:
                     pause, version = PAUSE_S[0], at
                     if kind != "BOOKMARK":
                         self._seen(lease, gone=kind == "DELETED")
+                pause = PAUSE_S[0]  # a quiet watch ends in time, and that is no failure
             except SandboxError as e:
                 log.info("the watch on leases ended: %s", e)
                 if isinstance(e, ApiError):  # too old a version, mostly
