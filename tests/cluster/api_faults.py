@@ -23,6 +23,7 @@ from .daemons import PATIENCE_S
 from .pod_processes import tenant
 from .sandbox_world import World, call
 
+SPEC = {"pool": "cowork", "owner": {"run": "r", "episode": "e"}, "ttlSeconds": 600}
 CONTENDED = {
     "kind": "Status",
     "apiVersion": "v1",

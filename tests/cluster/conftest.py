@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from pytest_kubernetes.providers.base import AClusterManager
 
+from .api_faults import known_tenant
 from .assets import Assets, MissingAssetsError, find_assets
 from .cluster import Cluster
 from .control_plane import running_control_plane
 from .node import TINY, NodeCluster, running_node_cluster, unusable
+from .sandbox_world import World, install
 
 Managers = Callable[[str | None], type[AClusterManager]]
 CHOICES = ("k8s_provider", "k8s_kubeconfig", "k8s_kubeconfig_override")
@@ -67,6 +69,19 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     """A fresh namespace in `cluster`."""
     with cluster.namespace() as name:
         yield name
+
+
+@pytest.fixture
+def world(cluster: Cluster, namespace: str, tmp_path: Path) -> World:
+    """A namespace without an operator; modules that need one have a fixture of this name."""
+    install(cluster)
+    return World(cluster, namespace, tmp_path)
+
+
+@pytest.fixture
+def kubeconfig(world: World) -> Path:
+    """That of a tenant there whom the API server knows."""
+    return known_tenant(world)
 
 
 @pytest.fixture

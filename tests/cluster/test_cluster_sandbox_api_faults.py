@@ -22,26 +22,12 @@ from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 from occamy.sandboxes.kubernetes.leases import Held
 from occamy.sandboxes.protocol import LeaseExpired, LeaseLost, SandboxError
 
-from .api_faults import BODIES, EVENTS, Between, between, known_tenant, through
-from .cluster import Cluster, eventually
+from .api_faults import BODIES, EVENTS, SPEC, Between, between, through
+from .cluster import eventually
 from .daemons import PATIENCE_S
-from .sandbox_world import World, install
+from .sandbox_world import World
 
-SPEC = {"pool": "cowork", "owner": {"run": "r", "episode": "e"}, "ttlSeconds": 600}
 NO_ANSWERS = [*BODIES, "redirect"]
-
-
-@pytest.fixture
-def world(cluster: Cluster, namespace: str, tmp_path: Path) -> World:
-    """A namespace without an operator."""
-    install(cluster)
-    return World(cluster, namespace, tmp_path)
-
-
-@pytest.fixture
-def kubeconfig(world: World) -> Path:
-    """A tenant's, whom the API server knows."""
-    return known_tenant(world)
 
 
 async def gone(world: World) -> None:

@@ -14,25 +14,10 @@ from kubernetes import client
 from occamy.sandboxes.kubernetes.api import ApiDown, ApiError
 from occamy.sandboxes.kubernetes.leases import Held
 
-from .api_faults import known_tenant, through
-from .cluster import Cluster, eventually
+from .api_faults import SPEC, through
+from .cluster import eventually
 from .daemons import PATIENCE_S
-from .sandbox_world import World, install
-
-SPEC = {"pool": "cowork", "owner": {"run": "r", "episode": "e"}, "ttlSeconds": 600}
-
-
-@pytest.fixture
-def world(cluster: Cluster, namespace: str, tmp_path: Path) -> World:
-    """A namespace without an operator."""
-    install(cluster)
-    return World(cluster, namespace, tmp_path)
-
-
-@pytest.fixture
-def kubeconfig(world: World) -> Path:
-    """A tenant's, whom the API server knows."""
-    return known_tenant(world)
+from .sandbox_world import World
 
 
 def making(faults: list[str]) -> list[tuple[str, str]]:

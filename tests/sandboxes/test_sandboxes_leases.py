@@ -12,6 +12,7 @@ from occamy.sandboxes.kubernetes.api import Api
 from occamy.sandboxes.kubernetes.leases import Leases
 
 PATIENCE_S = 60.0
+OBJECT = {"apiVersion": "v1"}
 
 
 class Server:
@@ -23,16 +24,16 @@ class Server:
 
     async def answer(self, request: web.Request) -> web.Response:
         if request.method == "POST":
-            return web.json_response({"metadata": {"uid": "u"}})
+            return web.json_response(OBJECT | {"metadata": {"uid": "u"}})
         if request.method != "GET":
-            return web.json_response({})
+            return web.json_response(OBJECT)
         if "watch" in request.query:
             return await self._watch()
         self.lists += 1
         if self.lists == 2:
             self.listing.set()
             await self.listed.wait()
-        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": []})
+        return web.json_response(OBJECT | {"metadata": {"resourceVersion": "1"}, "items": []})
 
     async def _watch(self) -> web.Response:
         self.watches += 1
@@ -55,7 +56,7 @@ def test_a_lease_that_is_released_while_all_are_listed_does_not_end_the_watch() 
             config.host = f"http://127.0.0.1:{http.port}"
             api = Api(config, PATIENCE_S)
             leases = Leases(api, "ns", None)
-            held = await leases.create({"pool": "p"})
+            held = await leases.create({"pool": "p"}, 0.0)
             server.made.set()
             await server.listing.wait()
             await leases.release(held, PATIENCE_S)
