@@ -14,6 +14,7 @@ import pytest
 
 from occamy.contracts.outcome import Outcome
 from occamy.sandboxes import archive
+from occamy.sandboxes.kubernetes import leases
 from occamy.sandboxes.kubernetes.backend import KubernetesSandbox
 from occamy.sandboxes.kubernetes.config import KubernetesSandboxConfig
 from occamy.sandboxes.kubernetes.leases import Held
@@ -21,6 +22,12 @@ from occamy.sandboxes.kubernetes.wire import AgentClient, Line
 from occamy.sandboxes.protocol import PathRefused, Sandbox, SandboxDied, SandboxError
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def _nobody_tells_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no operator to wait for."""
+    monkeypatch.setattr(leases, "_REASON_S", 0.0)
 
 
 def answer(body: bytes, status: str = "200") -> bytes:
