@@ -84,7 +84,7 @@ def unpack(archive: bytes, root: Path, limit: int) -> None:
                 raise ValueError(f"the archive holds {total} bytes; sandbox.limits.workspace_bytes allows {limit}")
             for member in sorted(members, key=lambda m: m.issym()):  # links last: nothing is written through one
                 _extract(tar, member, root)
-    except (tarfile.TarError, EOFError) as e:
+    except (tarfile.TarError, EOFError, RecursionError) as e:
         raise ValueError(f"{len(archive)} bytes that are no tar archive ({e}); give a snapshot's archive") from e
 
 

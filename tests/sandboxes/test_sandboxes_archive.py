@@ -130,10 +130,13 @@ def test_what_is_no_archive_or_too_large_is_refused_and_changes_nothing(within: 
         good = (await sandbox.snapshot()).archive
         large = tarfile.TarInfo("large")
         large.size = 2 << 20
+        named = tarfile.TarInfo("././@LongLink")
+        named.type, named.size = tarfile.GNUTYPE_LONGNAME, 1
         for bad, why in (
             (b"", "no tar archive"),
             (b"garbage" * 1000, "no tar archive"),
             (good[:700], "no tar archive"),
+            ((named.tobuf(tarfile.GNU_FORMAT) + b"x" + bytes(511)) * 3000, "no tar archive"),  # names without end
             (large.tobuf() + bytes((2 << 20) + 1024), r"holds 2097152 bytes; sandbox\.limits\.workspace_bytes allows"),
         ):
             with pytest.raises(ValueError, match=why):
